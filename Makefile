@@ -1,0 +1,49 @@
+# `make up` and `make test` are all that a user needs; both set everything up first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NATIVE := $(shell find kernels/native -name '*.cpp' -o -name '*.hpp') CMakeLists.txt
+
+.PHONY: setup up test check format lint types architecture clean
+
+setup: $(VENV)/.native
+
+$(VENV)/.python:
+	@command -v $(PYTHON) >/dev/null || { echo "Sluicegate needs Python 3.11 or newer ($(PYTHON) was not found)."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Sluicegate needs Python 3.11 or newer; name one with: make PYTHON=..."; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || { echo "Sluicegate needs a C++ compiler (on Debian: apt-get install g++)."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# Everything is pinned, and checked by hash but for torch: which of its builds suits depends on the machine.
+$(VENV)/.packages: $(VENV)/.python requirements/lock.txt requirements/torch.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/lock.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
+	@touch $@
+
+$(VENV)/.native: $(VENV)/.packages pyproject.toml $(NATIVE)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+up: setup
+	$(BIN)/sluicegate up
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup format lint types architecture
+
+format:
+	$(BIN)/ruff format --check .
+
+lint:
+	$(BIN)/ruff check .
+
+types:
+	$(BIN)/mypy
+
+architecture:
+	$(BIN)/python -m pytest tests/architecture
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,148 @@
+"""One gateway process, composed. Life: connect, serve, and on SIGTERM or SIGINT: stop being ready, let answers finish within the grace time,
+end the rest with an error, leave.
+"""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import aiohttp.http_parser
+import structlog
+from aiohttp import web
+
+from gateway.auth import Authenticator
+from gateway.completions import chat_completions, text_completions
+from gateway.generation import Generations
+from gateway.health import live, metrics, ready, workers
+from gateway.intake.call import IntakeLimits
+from gateway.intake.pool import IntakePool
+from gateway.liveness import Liveness
+from gateway.metrics import Metrics
+from gateway.middleware import add_request_id, around
+from gateway.model_directory import ModelDirectory
+from gateway.models import get_model, list_models
+from gateway.parts import PARTS, Parts
+from gateway.redis_link import open_redis
+from gateway.reply_reader import ReplyReader
+from gateway.settings import GatewaySettings, SettingsError
+from gateway.submitter import Submitter
+from gateway.tenant_store import TenantStore
+from protocol.replies import Failed
+
+_log = structlog.get_logger(__name__)
+
+BACKLOG = 1024
+LAST_WORDS_S = 2.0
+MAX_CONNECTION_IDLE_S = 75.0
+
+
+def create_app(parts: Parts) -> web.Application:
+    """The routes over running parts."""
+    app = web.Application(middlewares=[around], client_max_size=parts.settings.max_body_bytes)
+    app[PARTS] = parts
+    app.on_response_prepare.append(add_request_id)
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/completions", text_completions),
+            web.get("/v1/models", list_models),
+            web.get("/v1/models/{model:.+}", get_model),
+            web.get("/health/live", live),
+            web.get("/health/ready", ready),
+            web.get("/metrics", metrics),
+            web.get("/admin/v1/workers", workers),
+        ]
+    )
+    return app
+
+
+@asynccontextmanager
+async def running_parts(settings: GatewaySettings) -> AsyncIterator[Parts]:
+    """All parts with their tasks; a Redis that's away at the start is waited for in the background."""
+    async with AsyncExitStack() as stack:
+        link = await stack.enter_async_context(open_redis(settings.redis_url, settings.key_prefix))
+        store = TenantStore(link.commands, link.keys, settings.key_pepper)
+        directory = ModelDirectory(link)
+        limits = IntakeLimits(settings.max_choices, settings.max_prompts, settings.max_request_timeout_s)
+        intake = IntakePool(directory, limits, settings.intake_processes, settings.intake_timeout_s)
+        await intake.start()
+        stack.push_async_callback(intake.close)
+        reader = ReplyReader(link, settings.gateway_id)
+        stack.push_async_callback(reader.close)
+        submitter = Submitter(link, settings.job_signing_key, settings.max_waiting_jobs)
+        generations = Generations(settings, link, reader, submitter, store)
+        directory.on_refresh = Liveness(reader, submitter).look
+        auth = Authenticator(link, store, settings.key_pepper, settings.admin_key, settings.key_cache_s)
+        tasks = [asyncio.create_task(job) for job in (reader.keep_open(), reader.run(), directory.run())]
+        stack.push_async_callback(_cancel, tasks)
+        stack.push_async_callback(generations.close)
+        yield Parts(settings, link, auth, directory, intake, reader, generations, Metrics(), tasks)
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run(settings: GatewaySettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises SettingsError if it can't start."""
+    if not hasattr(aiohttp.http_parser, "HttpRequestParserC"):
+        raise SettingsError("aiohttp was installed without its C parser, which is the one that is safe to expose")
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    async with running_parts(settings) as parts:
+        runner = web.AppRunner(
+            create_app(parts), handler_cancellation=True, access_log=None, keepalive_timeout=MAX_CONNECTION_IDLE_S,
+            shutdown_timeout=LAST_WORDS_S,
+        )  # fmt: skip
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, settings.host, settings.port, backlog=BACKLOG, reuse_port=False)
+            try:
+                await site.start()
+            except OSError as error:
+                raise SettingsError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from None
+            _log.info("gateway_ready", host=settings.host, port=_port(runner), gateway_id=settings.gateway_id)
+            crashed = await _wait_for_end(stopping, parts.tasks)
+            await _drain(parts, site)
+            for task in crashed:
+                task.result()  # raises what ended it: a process that lost a part must not go on
+        finally:
+            await runner.cleanup()
+    _log.info("gateway_stopped")
+
+
+async def _wait_for_end(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
+    """Until a signal, or until a task that should run for ever has ended; returns those."""
+    signalled = asyncio.create_task(stopping.wait())
+    await asyncio.wait([signalled, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    signalled.cancel()
+    crashed = [task for task in tasks if task.done()]
+    for task in crashed:
+        _log.critical("gateway_part_crashed", error=repr(task.exception())[:500])
+    return crashed
+
+
+def _port(runner: web.AppRunner) -> int:
+    return int(runner.addresses[0][1])
+
+
+async def _drain(parts: Parts, site: web.TCPSite) -> None:
+    """Answers may finish; what's left after the grace time gets an error frame."""
+    parts.is_draining = True
+    _log.info("gateway_draining", open_requests=parts.generations.num_open)
+    await site.stop()
+    await _wait_until_idle(parts, parts.settings.drain_grace_s)
+    if parts.generations.num_open:
+        parts.generations.fail_all(Failed("shutting_down", "the gateway was stopped before the answer was complete"))
+        await _wait_until_idle(parts, LAST_WORDS_S)
+
+
+async def _wait_until_idle(parts: Parts, timeout_s: float) -> None:
+    end_s = asyncio.get_running_loop().time() + timeout_s
+    while parts.generations.num_open and asyncio.get_running_loop().time() < end_s:
+        await asyncio.sleep(0.05)

@@ -1,0 +1,157 @@
+"""One HTTP request's jobs: submitted together, answered through one mailbox, taken back if the request ends before they do, and counted once."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import structlog
+
+from gateway.auth import Principal
+from gateway.errors import from_failure
+from gateway.intake.call import GenerationCall
+from gateway.mailbox import Mailbox, PendingJob
+from gateway.redis_link import NETWORK_ERRORS, RedisLink
+from gateway.reply_reader import ReplyReader
+from gateway.settings import GatewaySettings
+from gateway.submitter import Submitter, now_ms
+from gateway.tenant_store import TenantStore
+from protocol.ids import ModelName, new_request_id
+from protocol.job import Job
+from protocol.replies import Done, Failed, Reply
+
+_log = structlog.get_logger(__name__)
+
+
+class Generation:
+    """A request's jobs while it's answered."""
+
+    def __init__(self, mailbox: Mailbox, jobs: list[PendingJob]) -> None:
+        self._mailbox = mailbox
+        self.jobs = jobs
+
+    async def take(self) -> list[tuple[int, Reply]]:
+        """The replies that have come since the last call, at least one: (prompt number, reply). Done and Failed are among them."""
+        return await self._mailbox.take()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all jobs have ended."""
+        return all(job.is_finished for job in self.jobs)
+
+    def usage(self) -> tuple[int, int, int]:
+        """Prompt, cached and completion tokens of the jobs that are done."""
+        done = [job.last for job in self.jobs if isinstance(job.last, Done)]
+        return (
+            sum(last.prompt_tokens for last in done),
+            sum(last.cached_tokens for last in done),
+            sum(last.completion_tokens for last in done),
+        )
+
+
+class Generations:
+    """Opens and closes them."""
+
+    def __init__(
+        self, settings: GatewaySettings, link: RedisLink, reader: ReplyReader, submitter: Submitter, store: TenantStore
+    ) -> None:
+        self._settings = settings
+        self._link = link
+        self._reader = reader
+        self._submitter = submitter
+        self._store = store
+        self._settling: set[asyncio.Task[None]] = set()
+        self._open: set[Generation] = set()
+
+    @asynccontextmanager
+    async def open(self, call: GenerationCall, caller: Principal) -> AsyncIterator[Generation]:
+        """Submit a call's jobs; whatever way the block is left, none of them is left behind. Raises ApiError."""
+        mailbox = Mailbox()
+        timeout_s = call.timeout_s or self._settings.request_timeout_s
+        pending = [self._pending(call, slot, mailbox, timeout_s) for slot in range(len(call.prompts))]
+        generation = Generation(mailbox, pending)
+        for job in pending:
+            self._reader.expect(job)
+        self._open.add(generation)
+        try:
+            for job in pending:
+                await self._submitter.submit(self._job(call, job, caller, timeout_s), job)
+            yield generation
+        finally:
+            self._open.discard(generation)
+            for job in pending:
+                self._reader.forget(job)
+                if not job.is_finished:
+                    self._submitter.withdraw(job)
+            self._settle(call, caller, pending)
+
+    def fail_all(self, failed: Failed) -> None:
+        """End what's open from this side."""
+        for generation in self._open:
+            for job in generation.jobs:
+                if not job.is_finished:
+                    job.fail(failed)
+                    self._submitter.withdraw(job)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are being answered."""
+        return len(self._open)
+
+    async def close(self) -> None:
+        """Until all usage is written and all cancellations are sent."""
+        await asyncio.gather(*self._settling, return_exceptions=True)
+        await self._submitter.close()
+
+    def _pending(self, call: GenerationCall, slot: int, mailbox: Mailbox, timeout_s: float) -> PendingJob:
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        return PendingJob(new_request_id(), ModelName(call.model), slot, mailbox, deadline_s)
+
+    def _job(self, call: GenerationCall, pending: PendingJob, caller: Principal, timeout_s: float) -> Job:
+        created_ms = now_ms()
+        sampling = call.samplings[pending.slot]
+        return Job(
+            request_id=pending.request_id,
+            gateway_id=self._settings.gateway_id,
+            tenant=caller.tenant,
+            model=pending.model,
+            prompt_token_ids=call.prompts[pending.slot],
+            sampling=sampling,
+            created_ms=created_ms,
+            deadline_ms=created_ms + int(timeout_s * 1000),
+            n=call.n,
+            # Echo needs the prompt's tokens as text, which come with its logprobs.
+            prompt_logprobs=(sampling.logprobs or 0) if call.echo else None,
+            cache_salt=call.cache_salt,
+        )
+
+    def _settle(self, call: GenerationCall, caller: Principal, jobs: list[PendingJob]) -> None:
+        """Count what was computed, in the background: the client may be gone, its tokens are not."""
+        submitted = [job for job in jobs if job.entry_id is not None]
+        if not submitted:
+            return
+        amounts = {"requests": 1, "prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0}
+        for job in submitted:
+            if isinstance(job.last, Done):
+                amounts["prompt_tokens"] += job.last.prompt_tokens
+                amounts["cached_tokens"] += job.last.cached_tokens
+                amounts["completion_tokens"] += job.last.completion_tokens
+            elif job.worker_id is not None:
+                amounts["prompt_tokens"] += len(call.prompts[job.slot])
+                amounts["completion_tokens"] += job.completion_tokens
+        task = asyncio.ensure_future(self._write_usage(caller, amounts))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    async def _write_usage(self, caller: Principal, amounts: dict[str, int]) -> None:
+        try:
+            await self._store.add_usage(caller.tenant, amounts)
+        except NETWORK_ERRORS as error:
+            self._link.failed(error)
+            _log.error("usage_not_written", tenant=caller.tenant, **amounts)
+
+
+def raise_if_failed(replies: list[tuple[int, Reply]]) -> None:
+    """Raise the ApiError of the first failure among replies."""
+    for _, reply in replies:
+        if isinstance(reply, Failed):
+            raise from_failure(reply)

@@ -1,0 +1,51 @@
+"""Liveness (this process runs), readiness (it can serve), metrics, and the operator's view of the workers."""
+
+from dataclasses import asdict
+
+from aiohttp import web
+
+from gateway.errors import ApiError
+from gateway.parts import PARTS, Parts
+
+
+async def live(request: web.Request) -> web.Response:
+    """200 while the event loop turns."""
+    return web.json_response({"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """200 if a request sent now would be served, else 503 with the reason."""
+    reason = _unready_reason(request.app[PARTS])
+    if reason is not None:
+        return web.json_response({"status": "not ready", "reason": reason}, status=503)
+    return web.json_response({"status": "ready"})
+
+
+def _unready_reason(parts: Parts) -> str | None:
+    if parts.is_draining:
+        return "shutting down"
+    if not parts.link.is_up or not parts.reader.is_open:
+        return "redis does not answer"
+    if parts.directory.fleet.num_serving == 0:
+        return "no worker is up"
+    return None
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Prometheus' text format; the workers' numbers are those of this moment."""
+    parts = request.app[PARTS]
+    try:
+        await parts.directory.refresh()
+    except ApiError:
+        pass  # what this process knows by itself is worth telling all the same
+    text = parts.metrics.render(parts.directory.fleet, parts.link.is_up, parts.generations.num_open)
+    return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def workers(request: web.Request) -> web.Response:
+    """For the operator: every live worker's status."""
+    parts = request.app[PARTS]
+    await parts.auth.admin(request)
+    await parts.directory.refresh()
+    statuses = [asdict(status) for found in parts.directory.fleet.statuses.values() for status in found]
+    return web.json_response({"object": "list", "data": statuses})

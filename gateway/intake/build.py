@@ -1,0 +1,85 @@
+"""Body, model and limits to a GenerationCall."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from gateway.errors import bad_request, model_not_found
+from gateway.intake.call import GenerationCall, IntakeLimits, ServedModel
+from gateway.intake.chat_body import chat_body
+from gateway.intake.completion_body import completion_body
+from gateway.intake.encoder import PromptEncoder
+from gateway.intake.fields import Fields, parse_object
+from gateway.intake.sampling_fields import sampling_params, with_room
+from protocol.job import SamplingParams
+
+MAX_SALT_CHARACTERS = 128
+EncoderOf = Callable[[ServedModel], PromptEncoder]
+
+
+def build_call(
+    kind: Literal["chat", "completion"],
+    body: bytes,
+    models: dict[str, ServedModel],
+    limits: IntakeLimits,
+    encoder_of: EncoderOf,
+) -> GenerationCall:
+    """The checked call; raises ApiError."""
+    fields = Fields(parse_object(body))
+    model = _model(fields, models)
+    encoder = encoder_of(model)
+    n = fields.integer("n", 1, limits.max_choices) or 1
+    stream = fields.boolean("stream", default=False)
+    if kind == "chat":
+        chat = chat_body(fields)
+        sampling = sampling_params(fields, encoder.vocab_size, chat.max_tokens, chat.logprobs)
+        prompts = [encoder.chat(chat.messages)]
+        params, echo = ["messages"], False
+    else:
+        completion = completion_body(fields, encoder.vocab_size, limits.max_prompts)
+        sampling = sampling_params(fields, encoder.vocab_size, completion.max_tokens, completion.logprobs)
+        prompts = [p if isinstance(p, tuple) else encoder.text(p) for p in completion.prompts]
+        params, echo = ["prompt"] * len(prompts), completion.echo
+    return GenerationCall(
+        kind=kind,
+        model=model.name,
+        prompts=tuple(prompts),
+        samplings=_samplings(sampling, prompts, params, model.max_request_tokens),
+        n=n,
+        stream=stream,
+        include_usage=_include_usage(fields, stream),
+        echo=echo,
+        cache_salt=fields.string("cache_salt", MAX_SALT_CHARACTERS),
+        timeout_s=_timeout(fields, limits),
+    )
+
+
+def _model(fields: Fields, models: dict[str, ServedModel]) -> ServedModel:
+    name = fields.string("model", 256)
+    if name is None:
+        raise bad_request("'model' is missing.", "model")
+    if name not in models:
+        raise model_not_found(name)
+    return models[name]
+
+
+def _samplings(
+    sampling: SamplingParams, prompts: list[tuple[int, ...]], params: list[str], limit: int
+) -> tuple[SamplingParams, ...]:
+    return tuple(with_room(sampling, len(p), limit, param) for p, param in zip(prompts, params, strict=True))
+
+
+def _include_usage(fields: Fields, stream: bool) -> bool:
+    options: Any = fields.raw("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, dict):
+        raise fields.wrong("stream_options", "an object")
+    if not stream:
+        raise bad_request("'stream_options' needs 'stream' to be true.", "stream_options")
+    return Fields(options, "stream_options").boolean("include_usage", default=False)
+
+
+def _timeout(fields: Fields, limits: IntakeLimits) -> float | None:
+    if not fields.has("timeout"):
+        return None
+    return fields.number("timeout", 0, limits.max_timeout_s, limits.max_timeout_s, open_low=True)

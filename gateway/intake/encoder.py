@@ -1,0 +1,52 @@
+"""A model's tokenizer and template, and the way from messages or text to tokens."""
+
+from tokenizers import Tokenizer
+
+from gateway.errors import bad_request
+from gateway.intake.control_text import ControlText
+from gateway.intake.template import ChatTemplate
+from protocol.model_card import TokenizerSpec
+
+
+class PromptEncoder:
+    """Made from a TokenizerSpec; has no other source."""
+
+    def __init__(self, spec: TokenizerSpec) -> None:
+        self.vocab_size = spec.vocab_size
+        self._spec = spec
+        self._tokenizer = Tokenizer.from_str(spec.tokenizer_json)
+        control = dict(spec.control_tokens)
+        self._control = ControlText(control)
+        names = {index: text for text, index in control.items()}
+        bos = names.get(spec.bos_token_id, "") if spec.bos_token_id is not None else ""
+        eos = names.get(spec.eos_token_ids[0], "") if spec.eos_token_ids else ""
+        self._template = None if spec.chat_template is None else ChatTemplate(spec.chat_template, bos, eos)
+
+    def chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
+        """Tokens of a conversation, ready for the assistant's turn; raises ApiError."""
+        if self._template is None:
+            raise bad_request("This model has no chat template; use /v1/completions.", "model")
+        mark = self._control.new_mark()
+        protected = [
+            {name: text if name == "role" else self._control.protect(text, mark) for name, text in message.items()}
+            for message in messages
+        ]
+        pieces = self._control.split(self._template.render(protected), mark)
+        ids: list[int] = []
+        for piece in pieces:
+            ids.extend([piece] if isinstance(piece, int) else self._plain(piece))
+        return self._with_bos(ids)
+
+    def text(self, text: str) -> tuple[int, ...]:
+        """Tokens of plain text, in which the names of control tokens are text like any other."""
+        return self._with_bos(self._plain(text))
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _with_bos(self, ids: list[int]) -> tuple[int, ...]:
+        """Exactly one BOS token at the start, if the model wants one."""
+        bos = self._spec.bos_token_id
+        if self._spec.add_bos and bos is not None and ids[:1] != [bos]:
+            return (bos, *ids)
+        return tuple(ids)

@@ -1,0 +1,136 @@
+"""Checked access to the fields of a JSON object. Every error names the field.
+
+null means absent. true is not 1, "0.5" is not 0.5, and a number must be finite: the value is tested, since 1e999 is valid JSON.
+"""
+
+import json
+import math
+from typing import Any
+
+from gateway.errors import bad_request
+
+MAX_INTEGER = 2**63
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body; raises ApiError."""
+    if not body.strip():
+        raise bad_request("The request body is empty; send a JSON object.")
+    try:
+        value = json.loads(body.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise bad_request("The request body is not valid UTF-8.") from None
+    except json.JSONDecodeError as error:
+        raise bad_request(f"The request body is not valid JSON: {error.msg} at character {error.pos}.") from None
+    except (ValueError, RecursionError):
+        raise bad_request(
+            "The request body is not acceptable JSON: nested too deeply, or a number is too long."
+        ) from None
+    if not isinstance(value, dict):
+        raise bad_request("The request body must be a JSON object.")
+    return value
+
+
+def _name(value: object) -> str:
+    names = {
+        bool: "a boolean",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        list: "an array",
+        dict: "an object",
+    }
+    return names.get(type(value), "null")
+
+
+class Fields:
+    """One object's fields; `path` is what stands before their names in errors."""
+
+    def __init__(self, raw: dict[str, Any], path: str = "") -> None:
+        self._raw = raw
+        self._path = path
+
+    def param(self, name: str) -> str:
+        """The field's full name."""
+        return f"{self._path}.{name}" if self._path else name
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        return self._raw.get(name) is not None
+
+    def raw(self, name: str) -> Any:
+        """The field's value, unchecked."""
+        return self._raw.get(name)
+
+    def wrong(self, name: str, wanted: str) -> Exception:
+        """The error for a value of the wrong type or range."""
+        got = _name(self._raw.get(name))
+        return bad_request(f"Invalid '{self.param(name)}': expected {wanted}, got {got}.", self.param(name))
+
+    def string(self, name: str, max_length: int) -> str | None:
+        """A string of valid Unicode."""
+        value = self._raw.get(name)
+        if value is None:
+            return None
+        if type(value) is not str:
+            raise self.wrong(name, "a string")
+        if len(value) > max_length:
+            raise bad_request(f"Invalid '{self.param(name)}': longer than {max_length} characters.", self.param(name))
+        return checked_text(value, self.param(name))
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """true or false."""
+        value = self._raw.get(name)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            raise self.wrong(name, "a boolean")
+        return value
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        """An integer in [low, high]; 1.0 is one, 1.5 isn't."""
+        value = self._raw.get(name)
+        if value is None:
+            return None
+        if type(value) is float and math.isfinite(value) and value.is_integer() and abs(value) < 2**53:
+            value = int(value)
+        if type(value) is not int:
+            raise self.wrong(name, "an integer")
+        if not low <= value <= high:
+            raise bad_request(f"Invalid '{self.param(name)}': must be between {low} and {high}.", self.param(name))
+        return value
+
+    def number(self, name: str, low: float, high: float, default: float, *, open_low: bool = False) -> float:
+        """A finite number in [low, high], or (low, high] if `open_low`."""
+        value = self._raw.get(name)
+        if value is None:
+            return default
+        if type(value) not in (int, float):
+            raise self.wrong(name, "a number")
+        if not _is_finite(value) or not low <= value <= high or (open_low and value == low):
+            bounds = f"greater than {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
+            raise bad_request(f"Invalid '{self.param(name)}': must be {bounds}.", self.param(name))
+        return float(value)
+
+    def refuse(self, *names: str) -> None:
+        """Raise for any of these that is set: what isn't supported must not be ignored."""
+        for name in names:
+            value = self._raw.get(name)
+            if value is not None and value != [] and value is not False:
+                raise bad_request(f"'{self.param(name)}' is not supported.", self.param(name), "unsupported_parameter")
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond any float
+        return False
+
+
+def checked_text(value: str, param: str) -> str:
+    """A string without lone surrogates: they have no UTF-8 form."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise bad_request(f"Invalid '{param}': holds a lone surrogate, which is not valid Unicode.", param) from None
+    return value

@@ -1,0 +1,128 @@
+"""The gateway's side of the intake: a few processes, each busy with one request at a time and killed when it takes too long."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import structlog
+
+from gateway.errors import ApiError, bad_request, unavailable
+from gateway.intake.call import GenerationCall, IntakeLimits, ServedModel
+from gateway.intake.wire import HEADER_BYTES, frame, unframe
+from gateway.model_directory import ModelDirectory
+from protocol.codec import decode, encode
+
+_log = structlog.get_logger(__name__)
+
+LOAD_TIMEOUT_S = 30.0
+
+
+class _Process:
+    """One intake process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls) -> "_Process":
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "gateway.intake.child",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=_environment(),
+        )  # fmt: skip
+        return cls(process)
+
+    async def ask(self, request: list[Any], timeout_s: float) -> list[Any]:
+        """One exchange. After any exception the process is useless and must be ended."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        async with asyncio.timeout(timeout_s):
+            stdin.write(frame(request))
+            await stdin.drain()
+            size = int.from_bytes(await stdout.readexactly(HEADER_BYTES), "little")
+            return unframe(await stdout.readexactly(size))
+
+    async def end(self) -> None:
+        """Kill and reap it."""
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """No secrets of the gateway's."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLUICEGATE_")}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+class IntakePool:
+    """Turns bodies into calls."""
+
+    def __init__(self, directory: ModelDirectory, limits: IntakeLimits, num_processes: int, timeout_s: float) -> None:
+        self._directory = directory
+        self._limits = [limits.max_choices, limits.max_prompts, limits.max_timeout_s]
+        self._timeout_s = timeout_s
+        self._num_processes = num_processes
+        self._idle: asyncio.Queue[_Process | None] = asyncio.Queue()
+        self._all: set[_Process] = set()
+
+    async def start(self) -> None:
+        """Start all processes."""
+        for _ in range(self._num_processes):
+            self._idle.put_nowait(await self._new())
+
+    async def close(self) -> None:
+        """End all processes."""
+        await asyncio.gather(*(process.end() for process in self._all))
+
+    async def call(self, kind: Literal["chat", "completion"], body: bytes) -> GenerationCall:
+        """The checked call in a body; raises ApiError."""
+        models = await self._directory.served()
+        request = [kind, body, _rows(models), self._limits]
+        process = await self._idle.get()
+        back: _Process | None = None  # a process that failed, or was interrupted, is replaced when it's needed
+        try:
+            process = process or await self._new()
+            answer = await self._ask(process, request)
+            back = process
+        except TimeoutError:
+            _log.warning("intake_timeout", body_bytes=len(body))
+            raise bad_request("The request takes too long to be prepared.") from None
+        except (OSError, EOFError, asyncio.IncompleteReadError):
+            _log.warning("intake_process_died", body_bytes=len(body))
+            raise unavailable("The request could not be prepared; try again.") from None
+        finally:
+            if back is None and process is not None:
+                await asyncio.shield(self._end(process))
+            self._idle.put_nowait(back)
+        return _result(answer)
+
+    async def _ask(self, process: _Process, request: list[Any]) -> list[Any]:
+        answer = await process.ask(request, self._timeout_s)
+        if answer[0] == "need":
+            card = await self._directory.card(answer[1])
+            loaded = await process.ask(["load", answer[1], encode(card.tokenizer)], LOAD_TIMEOUT_S)
+            answer = loaded if loaded[0] == "error" else await process.ask(request, self._timeout_s)
+        return answer
+
+    async def _new(self) -> _Process:
+        process = await _Process.start()
+        self._all.add(process)
+        return process
+
+    async def _end(self, process: _Process) -> None:
+        self._all.discard(process)
+        await process.end()
+
+
+def _rows(models: Iterable[ServedModel]) -> list[list[Any]]:
+    return [[model.name, model.card_digest, model.max_request_tokens] for model in models]
+
+
+def _result(answer: list[Any]) -> GenerationCall:
+    if answer[0] == "error":
+        _, status, message, kind, code, param = answer
+        raise ApiError(status, message, kind, code, param)
+    return decode(GenerationCall, answer[1])

@@ -1,0 +1,87 @@
+"""Around every request: its id, its errors in one shape, its line in the log, its count."""
+
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+from aiohttp import web
+
+from gateway.errors import ApiError
+from gateway.parts import PARTS
+
+_log = structlog.get_logger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@web.middleware
+async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The one middleware."""
+    request_id = _request_id(request)
+    structlog.contextvars.clear_contextvars()
+    structlog.contextvars.bind_contextvars(http_request_id=request_id)
+    started_s = time.monotonic()
+    status = 499  # what is counted if the client leaves
+    try:
+        response = await _handled(request, handler)
+        status = response.status
+    finally:
+        route = _route(request)
+        request.app[PARTS].metrics.request(route, status)
+        if route not in ("/health/live", "/health/ready", "/metrics"):
+            _log.info("http_request", route=route, status=status, seconds=round(time.monotonic() - started_s, 4))
+    if not response.prepared:
+        response.headers["x-request-id"] = request_id
+    return response
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """For streams, whose headers leave before the middleware sees the response."""
+    bound = structlog.contextvars.get_contextvars().get("http_request_id")
+    if bound and "x-request-id" not in response.headers:
+        response.headers["x-request-id"] = bound
+
+
+async def _handled(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return _response(error)
+    except web.HTTPException as error:
+        return _response(_from_http(error))
+    except ConnectionError:
+        raise  # the client has gone; there's nobody to answer
+    except Exception as error:
+        _log.exception("request_crashed", error=type(error).__name__)
+        return _response(ApiError(500, "The server had an error while answering.", "server_error", "internal_error"))
+
+
+def _response(error: ApiError) -> web.Response:
+    headers = {"Content-Type": "application/json; charset=utf-8", **error.headers}
+    status = 503 if error.status == 499 else error.status
+    return web.Response(status=status, body=error.body(), headers=headers)
+
+
+def _from_http(error: web.HTTPException) -> ApiError:
+    """aiohttp's own errors (no such route, wrong method) in our shape."""
+    if error.status == 404:
+        return ApiError(404, "There is no such route.", "invalid_request_error", "not_found")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"This route takes {allowed}."
+        return ApiError(405, message, "invalid_request_error", "method_not_allowed", headers={"Allow": allowed})
+    return ApiError(error.status, error.reason, "invalid_request_error", None)
+
+
+def _request_id(request: web.Request) -> str:
+    """The client's id if it is short and clean: it is echoed and logged, and used for nothing else."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if _CLIENT_ID.fullmatch(given) else "req_" + secrets.token_hex(12)
+
+
+def _route(request: web.Request) -> str:
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else "unmatched"

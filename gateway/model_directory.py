@@ -1,0 +1,108 @@
+"""Which models and workers there are right now: a picture of Redis that is renewed twice a second."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gateway.errors import ApiError, unavailable
+from gateway.intake.call import ServedModel
+from gateway.redis_link import RedisLink
+from protocol.codec import decode
+from protocol.errors import DecodeError
+from protocol.ids import ModelName, WorkerId
+from protocol.model_card import ModelCard, WorkerStatus
+from protocol.scripts import LIVE_MODELS, LIVE_WORKERS
+
+REFRESH_S = 0.5
+MAX_CARDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """One picture: live workers' status by model."""
+
+    statuses: dict[ModelName, list[WorkerStatus]] = field(default_factory=dict)
+
+    def live_workers(self, model: ModelName) -> set[WorkerId]:
+        """Ids of a model's live workers."""
+        return {status.worker_id for status in self.statuses.get(model, [])}
+
+    @property
+    def num_serving(self) -> int:
+        """Workers that take new work."""
+        return sum(not status.is_draining for statuses in self.statuses.values() for status in statuses)
+
+
+class ModelDirectory:
+    """Keeps the picture, and the cards of the models in it. `on_refresh` is told each new picture."""
+
+    def __init__(self, link: RedisLink) -> None:
+        self._link = link
+        self._cards: dict[str, ModelCard] = {}
+        self.fleet = Fleet()
+        self.on_refresh: Callable[[Fleet], None] = lambda fleet: None
+
+    async def run(self) -> None:
+        """Renew until cancelled."""
+        while True:
+            try:
+                await self.refresh()
+            except ApiError:
+                pass  # the link has logged it; the picture stays as it was
+            await asyncio.sleep(REFRESH_S)
+
+    async def refresh(self) -> None:
+        """Look once; raises ApiError if Redis doesn't answer."""
+        client, keys = self._link.commands, self._link.keys
+        names = await self._link.call(client.eval(LIVE_MODELS, 1, keys.models))
+        statuses: dict[ModelName, list[WorkerStatus]] = {}
+        for raw_name in names:
+            model = ModelName(raw_name.decode())
+            workers = await self._link.call(client.eval(LIVE_WORKERS, 1, keys.workers(model)))
+            found = await self._statuses(model, [WorkerId(worker.decode()) for worker in workers])
+            if found:
+                statuses[model] = found
+        self.fleet = Fleet(statuses)
+        self.on_refresh(self.fleet)
+
+    async def _statuses(self, model: ModelName, workers: list[WorkerId]) -> list[WorkerStatus]:
+        if not workers:
+            return []
+        status_keys = [self._link.keys.worker(model, worker) for worker in workers]
+        found = []
+        for raw in await self._link.call(self._link.commands.mget(status_keys)):
+            try:
+                found.append(decode(WorkerStatus, raw or b""))
+            except DecodeError:
+                continue  # it expired in between, or a newer worker's status means nothing to us
+        return sorted(found, key=lambda status: status.worker_id)
+
+    async def served(self) -> list[ServedModel]:
+        """All models with a live worker; raises ApiError."""
+        models = []
+        for name, statuses in sorted(self.fleet.statuses.items()):
+            cards = [await self._card(name, digest) for digest in sorted({s.card_digest for s in statuses})]
+            limit = min(card.max_request_tokens for card in cards)
+            models.append(ServedModel(name, statuses[0].card_digest, limit))
+        return models
+
+    async def cards(self) -> list[ModelCard]:
+        """One card for each model with a live worker; raises ApiError."""
+        return [await self._card(name, s[0].card_digest) for name, s in sorted(self.fleet.statuses.items())]
+
+    async def card(self, digest: str) -> ModelCard:
+        """The card under a digest that `served` gave; raises ApiError if it is gone meanwhile."""
+        for name, statuses in self.fleet.statuses.items():
+            if any(status.card_digest == digest for status in statuses):
+                return await self._card(name, digest)
+        raise unavailable("The model's workers have just gone; try again.")
+
+    async def _card(self, model: ModelName, digest: str) -> ModelCard:
+        if digest not in self._cards:
+            raw = await self._link.call(self._link.commands.get(self._link.keys.card(model, digest)))
+            if raw is None:
+                raise unavailable("The model's description has just expired; try again.")
+            if len(self._cards) >= MAX_CARDS:
+                self._cards.clear()
+            self._cards[digest] = decode(ModelCard, raw)
+        return self._cards[digest]

@@ -1,0 +1,34 @@
+"""The running parts of a gateway, as its routes find them in the application."""
+
+import asyncio
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from gateway.auth import Authenticator
+from gateway.generation import Generations
+from gateway.intake.pool import IntakePool
+from gateway.metrics import Metrics
+from gateway.model_directory import ModelDirectory
+from gateway.redis_link import RedisLink
+from gateway.reply_reader import ReplyReader
+from gateway.settings import GatewaySettings
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything that a route may need."""
+
+    settings: GatewaySettings
+    link: RedisLink
+    auth: Authenticator
+    directory: ModelDirectory
+    intake: IntakePool
+    reader: ReplyReader
+    generations: Generations
+    metrics: Metrics
+    tasks: list[asyncio.Task[None]]
+    is_draining: bool = False
+
+
+PARTS = web.AppKey("parts", Parts)

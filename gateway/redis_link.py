@@ -1,0 +1,88 @@
+"""How this process speaks to Redis, and whether it answers.
+
+Two clients: `commands` answer within a second or two or raise, `blocking` may wait for an entry. A caller whose command fails gets an ApiError
+at once; the change of state is logged once, in whichever direction.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import structlog
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from gateway.errors import unavailable
+from protocol.key_space import KeySpace
+
+_log = structlog.get_logger(__name__)
+
+COMMAND_TIMEOUT_S = 2.0
+BLOCK_MS = 1000
+BLOCKING_TIMEOUT_S = BLOCK_MS / 1000 + 4.0
+RETRY_S = 0.5
+MAX_CONNECTIONS = 64
+
+NETWORK_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
+
+T = TypeVar("T")
+
+
+class RedisLink:
+    """Clients, key names, and the last known state."""
+
+    def __init__(self, commands: Any, blocking: Any, keys: KeySpace) -> None:
+        self.commands = commands
+        self.blocking = blocking
+        self.keys = keys
+        self.is_up = True
+
+    async def call(self, command: Awaitable[T]) -> T:
+        """A command's result; raises ApiError 503 if Redis doesn't give one."""
+        try:
+            result = await command
+        except NETWORK_ERRORS as error:
+            self.failed(error)
+            raise unavailable("The request queue is not reachable; try again in a moment.") from None
+        self.answered()
+        return result
+
+    def failed(self, error: BaseException) -> None:
+        """Note that Redis did not answer."""
+        if self.is_up:
+            _log.error("redis_unreachable", error=type(error).__name__)
+        self.is_up = False
+
+    def answered(self) -> None:
+        """Note that Redis did answer."""
+        if not self.is_up:
+            _log.info("redis_reachable_again")
+        self.is_up = True
+
+
+@asynccontextmanager
+async def open_redis(url: str, key_prefix: str) -> AsyncIterator[RedisLink]:
+    """Clients that are closed at the end. Nothing is sent yet."""
+    commands = _client(url, COMMAND_TIMEOUT_S, MAX_CONNECTIONS)
+    blocking = _client(url, BLOCKING_TIMEOUT_S, 4)
+    try:
+        yield RedisLink(commands, blocking, KeySpace(key_prefix))
+    finally:
+        await commands.aclose()
+        await blocking.aclose()
+
+
+def _client(url: str, timeout_s: float, max_connections: int) -> Any:
+    # No automatic retries: a command whose answer got lost may have been carried out, and only the caller knows what that means.
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=max_connections,
+        timeout=COMMAND_TIMEOUT_S,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=COMMAND_TIMEOUT_S,
+        retry=Retry(NoBackoff(), 0),
+    )
+    return Redis.from_pool(pool)

@@ -1,0 +1,44 @@
+"""A gateway's configuration, complete before anything starts."""
+
+from dataclasses import dataclass, field
+
+from protocol.ids import GatewayId, new_process_id
+
+
+class SettingsError(Exception):
+    """A setting that cannot work; names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """Times are in seconds, sizes in bytes."""
+
+    redis_url: str = field(repr=False)
+    key_pepper: bytes = field(repr=False)
+    job_signing_key: bytes = field(repr=False)
+    admin_key: str | None = field(default=None, repr=False)
+    host: str = "127.0.0.1"
+    port: int = 8080
+    key_prefix: str = "sg"
+    gateway_id: GatewayId = field(default_factory=lambda: GatewayId(new_process_id("gateway")))
+    max_body_bytes: int = 16 * 1024 * 1024
+    body_timeout_s: float = 30.0
+    intake_timeout_s: float = 10.0
+    intake_processes: int = 2
+    max_waiting_jobs: int = 1000
+    max_choices: int = 16
+    max_prompts: int = 64
+    request_timeout_s: float = 600.0
+    max_request_timeout_s: float = 3600.0
+    keep_alive_s: float = 15.0
+    slow_reader_s: float = 30.0
+    drain_grace_s: float = 30.0
+    key_cache_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise SettingsError(f"port must be 0 to 65535, got {self.port}")
+        if self.max_body_bytes < 1024:
+            raise SettingsError(f"max_body_bytes must be at least 1024, got {self.max_body_bytes}")
+        if self.intake_processes < 1:
+            raise SettingsError(f"intake_processes must be at least 1, got {self.intake_processes}")

@@ -1,0 +1,61 @@
+"""Server-sent events: what is ready goes out in one write, a silent stream gets comments, a client that doesn't read is let go."""
+
+import asyncio
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from aiohttp import web
+
+# One newline: a blank line after a comment would be an empty event to some clients.
+KEEP_ALIVE = b": ping\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class SlowReader(ConnectionError):
+    """A client took nothing for too long; its connection has been cut."""
+
+
+def event(value: Any) -> bytes:
+    """One event with JSON data. Never NaN, never an id."""
+    return b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream:
+    """A response of server-sent events."""
+
+    def __init__(self, request: web.Request, slow_reader_s: float) -> None:
+        self._request = request
+        self._slow_reader_s = slow_reader_s
+        self._response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+            }
+        )
+        self.is_open = False
+
+    async def open(self) -> None:
+        """Send the headers; from here on a failure is an event."""
+        self.is_open = True
+        await self._response.prepare(self._request)
+
+    async def send(self, events: Iterable[bytes]) -> None:
+        """Write events at once; raises SlowReader if the client doesn't take them in time."""
+        payload = b"".join(events)
+        if not payload:
+            return
+        try:
+            async with asyncio.timeout(self._slow_reader_s):
+                await self._response.write(payload)
+        except TimeoutError:
+            transport = self._request.transport
+            if transport is not None:
+                transport.abort()
+            raise SlowReader from None
+
+    async def end(self) -> web.StreamResponse:
+        """A clean end of the body."""
+        await self._response.write_eof()
+        return self._response

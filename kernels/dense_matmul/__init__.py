@@ -1,0 +1,28 @@
+"""Matrix product with unquantized weights."""
+
+import torch
+
+from kernels.backend import Backend
+from kernels.checks import check_tensor, output
+from kernels.dense_matmul.ref import matmul_float_activations
+from kernels.errors import KernelError
+from kernels.weights import DenseWeight
+
+_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+def dense_matmul(x: torch.Tensor, w: DenseWeight, out: torch.Tensor | None = None, *, backend: Backend) -> torch.Tensor:
+    """x @ W.T: x float32 [M, K], W bf16, f16 or f32 [N, K]; float32 sums; returns float32 [M, N], in `out` if given."""
+    if not isinstance(w, DenseWeight):
+        raise KernelError(f"dense_matmul: w must be a DenseWeight, got {type(w).__name__}")
+    num_out, num_in = w.shape
+    check_tensor("dense_matmul", "x", x, torch.float32, (None, num_in))
+    if backend is Backend.REF:
+        result = matmul_float_activations(x, w)
+        return result if out is None else out.copy_(result)
+    from kernels import _native
+
+    result = output("dense_matmul", out, (x.shape[0], num_out))
+    kind = _TYPES[w.packed.dtype]
+    _native.dense_matmul(x.data_ptr(), x.shape[0], w.packed.data_ptr(), kind, num_out, num_in, result.data_ptr())
+    return result

@@ -1,0 +1,26 @@
+"""Matrix product with 4-bit weights."""
+
+import torch
+
+from kernels.backend import Backend
+from kernels.errors import KernelError
+from kernels.int4_matmul.native import quantized_matmul
+from kernels.int4_matmul.ref import matmul_float_activations
+from kernels.weights import Int4Weight
+
+
+def int4_matmul(x: torch.Tensor, w: Int4Weight, out: torch.Tensor | None = None, *, backend: Backend) -> torch.Tensor:
+    """x @ W.T: x float32 [M, K], any M; W [N, K]; returns float32 [M, N], in `out` if given.
+
+    On CPU the activations are rounded to 16 bits, symmetric per row and group, so that each group's dot product is an exact integer and a
+    row's bits are the same at every M. A row that holds NaN or infinity gives NaN, and touches no other row.
+    """
+    if not isinstance(w, Int4Weight):
+        raise KernelError(f"int4_matmul: w must be an Int4Weight, got {type(w).__name__}")
+    if backend is Backend.REF:
+        return _into(out, matmul_float_activations(x, w))
+    return quantized_matmul("int4_matmul", x, w, out)
+
+
+def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    return result if out is None else out.copy_(result)

@@ -1,0 +1,21 @@
+"""The native quantized product, for 4 and 8 bits. See `native/ops_impl.hpp`."""
+
+import torch
+
+from kernels.checks import check_tensor, output
+from kernels.weights import Quantized
+
+
+def quantized_matmul(op: str, x: torch.Tensor, w: Quantized, out: torch.Tensor | None) -> torch.Tensor:
+    """float32 [M, K] x packed weights -> float32 [M, N]."""
+    from kernels import _native
+
+    num_out, num_in = w.shape
+    check_tensor(op, "x", x, torch.float32, (None, num_in))
+    rows = x.shape[0]
+    result = output(op, out, (rows, num_out))
+    _native.quantized_matmul(
+        x.data_ptr(), rows, w.packed.data_ptr(), num_out, num_in, w.group_size, w.bits,
+        w.scale_dtype.itemsize, w.has_minimum, result.data_ptr(),
+    )  # fmt: skip
+    return result

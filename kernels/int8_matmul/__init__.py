@@ -1,0 +1,19 @@
+"""Matrix product with 8-bit weights."""
+
+import torch
+
+from kernels.backend import Backend
+from kernels.errors import KernelError
+from kernels.int4_matmul.native import quantized_matmul
+from kernels.int8_matmul.ref import matmul_float_activations
+from kernels.weights import Int8Weight
+
+
+def int8_matmul(x: torch.Tensor, w: Int8Weight, out: torch.Tensor | None = None, *, backend: Backend) -> torch.Tensor:
+    """x @ W.T: x float32 [M, K], any M; W [N, K]; returns float32 [M, N], in `out` if given. Activations as in `int4_matmul`."""
+    if not isinstance(w, Int8Weight):
+        raise KernelError(f"int8_matmul: w must be an Int8Weight, got {type(w).__name__}")
+    if backend is Backend.REF:
+        result = matmul_float_activations(x, w)
+        return result if out is None else out.copy_(result)
+    return quantized_matmul("int8_matmul", x, w, out)

@@ -1,0 +1,69 @@
+// The ops as plain functions over pointers, once for each instruction set. Shapes are those of the Python functions.
+#pragma once
+
+#include <cstdint>
+
+namespace sluicegate {
+
+// A quantized matrix in panels of 16 rows: for each panel and group of columns, codes, then 16 scales, then 16 minima.
+//   4 bits: 64-byte vectors, vector j holds in its low nibbles columns 8j..8j+3 of rows 0..15, in its high ones 8j+4..8j+7
+//   8 bits: vector j holds columns 4j..4j+3 of rows 0..15, each code + 128
+struct QuantizedMatrix {
+    const uint8_t* packed;
+    int64_t num_rows;
+    int64_t num_cols;
+    int32_t group_size;
+    int32_t bits;        // 4 or 8
+    int32_t scale_bytes; // 2 (float16) or 4 (float32)
+    bool has_minimum;
+};
+
+enum class Dense : int32_t { bf16 = 0, f16 = 1, f32 = 2 };
+enum class KvType : int32_t { bf16 = 0, fp8 = 1 };
+
+struct KvLayer {
+    uint8_t* k;  // [num_pages, num_kv_heads, page_size, head_dim]
+    uint8_t* v;
+    const float* k_scale;  // [num_kv_heads]
+    const float* v_scale;
+    int64_t num_pages;
+    int64_t num_kv_heads;
+    int64_t page_size;
+    int64_t head_dim;
+    KvType type;
+};
+
+struct AttentionCall {
+    const float* q;  // [num_rows, num_heads, head_dim]
+    float* out;
+    const int32_t* page_table;  // [num_sequences, max_pages]
+    const int32_t* row_sequence;
+    const int32_t* row_position;
+    int64_t num_rows;
+    int64_t num_heads;
+    int64_t max_pages;
+    int64_t window;  // 0: none
+    float softmax_scale;
+};
+
+struct Ops {
+    const char* name;
+    void (*quantized_matmul)(const float* x, int64_t num_rows, const QuantizedMatrix& w, float* out);
+    void (*dense_matmul)(const float* x, int64_t m, const void* w, Dense type, int64_t n, int64_t k, float* out);
+    void (*rms_norm)(const float* x, float* residual, const float* weight, float eps, int64_t rows, int64_t cols, float* out);
+    void (*rotary)(float* x, const int32_t* positions, const float* table, int64_t rows, int64_t heads, int64_t head_dim);
+    void (*silu_mul)(const float* gate, const float* up, int64_t stride, int64_t rows, int64_t cols, float* out);
+    void (*kv_write)(const float* k, const float* v, const int64_t* slots, int64_t rows, const KvLayer& layer);
+    void (*paged_attention)(const AttentionCall& call, const KvLayer& layer);
+};
+
+const Ops& portable_ops();
+#if defined(__x86_64__)
+const Ops& avx2_ops();
+const Ops& avx512_ops();
+#endif
+
+// What this processor can run, or what SLUICEGATE_ISA (portable, avx2, avx512) asks for; throws if it can't.
+const Ops& choose_ops(const char* isa);
+
+}  // namespace sluicegate

@@ -1,0 +1,50 @@
+"""Attention over paged keys and values, for decode and for (chunked) prefill alike."""
+
+import torch
+
+from kernels.backend import Backend
+from kernels.checks import check_tensor, output
+from kernels.errors import KernelError
+from kernels.kv_pool import AttentionRows, KvPool
+from kernels.kv_write import native_layer
+from kernels.paged_attention.ref import paged_attention_ref
+
+
+def paged_attention(
+    q: torch.Tensor,
+    pool: KvPool,
+    layer: int,
+    rows: AttentionRows,
+    *,
+    softmax_scale: float,
+    window: int | None = None,
+    out: torch.Tensor | None = None,
+    backend: Backend,
+) -> torch.Tensor:
+    """q float32 [T, heads, D]; row t attends to keys 0..row_position[t] of its sequence, or to the last `window` of them.
+
+    Keys and values are always the stored ones, so `kv_write` comes first. The sum over keys runs over fixed ranges of 128, merged in
+    order (online softmax, Milakov and Gimelshein 2018), whether ranges are computed by one thread or several. Nothing beyond a row's own
+    position enters its arithmetic. `rows.check` must have passed for this pool.
+    """
+    layout = pool.layout
+    num_rows, num_heads, dim = q.shape
+    check_tensor("paged_attention", "q", q, torch.float32, (len(rows.row_sequence), None, layout.head_dim))
+    if num_heads % layout.num_kv_heads:
+        raise KernelError(f"paged_attention: {num_heads} heads are no multiple of {layout.num_kv_heads} kv heads")
+    if window is not None and window < 1:
+        raise KernelError(f"paged_attention: window must be positive, got {window}")
+    if not 0 <= layer < layout.num_layers:
+        raise KernelError(f"paged_attention: layer must be in [0, {layout.num_layers}), got {layer}")
+    result = output("paged_attention", out, (num_rows, num_heads, dim))
+    if backend is Backend.REF:
+        return result.copy_(paged_attention_ref(q, pool, layer, rows, softmax_scale, window))
+    from kernels import _native
+
+    table = rows.page_table
+    _native.paged_attention(
+        q.data_ptr(), result.data_ptr(), table.data_ptr(), rows.row_sequence.data_ptr(),
+        rows.row_position.data_ptr(), num_rows, num_heads, table.shape[1], window or 0, softmax_scale,
+        *native_layer(pool, layer),
+    )  # fmt: skip
+    return result

@@ -1,0 +1,36 @@
+"""Causal grouped-query attention over paged keys and values, one query row at a time, in plain torch."""
+
+import torch
+
+from kernels.kv_pool import AttentionRows, KvPool
+
+
+def stored_values(
+    stored: torch.Tensor, scale: torch.Tensor, pages: torch.Tensor, first: int, last: int, pool: KvPool
+) -> torch.Tensor:
+    """Keys or values at positions [first, last) of one sequence: float32 [kv_heads, last - first, D]."""
+    size = pool.layout.page_size
+    positions = torch.arange(first, last)
+    raw = stored[pages[positions // size].long(), :, positions % size]
+    wide = raw.float() if pool.layout.dtype == "bf16" else raw.view(torch.float8_e4m3fn).float()
+    return wide.permute(1, 0, 2) * scale.view(-1, 1, 1)
+
+
+def paged_attention_ref(
+    q: torch.Tensor, pool: KvPool, layer: int, rows: AttentionRows, softmax_scale: float, window: int | None
+) -> torch.Tensor:
+    """q float32 [T, heads, D] -> float32 [T, heads, D]. Reads no key beyond a row's own position."""
+    num_rows, num_heads, dim = q.shape
+    num_kv_heads = pool.layout.num_kv_heads
+    out = torch.empty_like(q)
+    for row in range(num_rows):
+        last = int(rows.row_position[row]) + 1
+        first = max(0, last - window) if window else 0
+        pages = rows.page_table[int(rows.row_sequence[row])]
+        k = stored_values(pool.k[layer], pool.k_scale[layer], pages, first, last, pool)
+        v = stored_values(pool.v[layer], pool.v_scale[layer], pages, first, last, pool)
+        grouped = q[row].view(num_kv_heads, num_heads // num_kv_heads, 1, dim)
+        scores = (grouped * k.unsqueeze(1)).sum(dim=3) * softmax_scale  # [kv_heads, group, keys]
+        weights = torch.softmax(scores, dim=2)
+        out[row] = (weights.unsqueeze(3) * v.unsqueeze(1)).sum(dim=2).view(num_heads, dim)
+    return out

@@ -1,0 +1,25 @@
+"""Rotary position embedding."""
+
+import torch
+
+from kernels.backend import Backend
+from kernels.checks import check_tensor
+from kernels.errors import KernelError
+from kernels.rotary.ref import rotary_ref
+
+
+def rotary(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, backend: Backend) -> None:
+    """Rotate x float32 [T, heads, D] in place by positions int32 [T]; `table` is rotary_table's float32 [positions, 2, D/2]."""
+    rows, heads, dim = x.shape
+    check_tensor("rotary", "x", x, torch.float32, (None, None, dim))
+    check_tensor("rotary", "positions", positions, torch.int32, (rows,))
+    check_tensor("rotary", "table", table, torch.float32, (None, 2, dim // 2))
+    numbers = positions.numpy()
+    if rows and not 0 <= numbers.min() <= numbers.max() < table.shape[0]:
+        raise KernelError(f"rotary: positions must be in [0, {table.shape[0]})")
+    if backend is Backend.REF:
+        rotary_ref(x, positions, table)
+        return
+    from kernels import _native
+
+    _native.rotary(x.data_ptr(), positions.data_ptr(), table.data_ptr(), rows, heads, dim)

@@ -1,0 +1,25 @@
+"""The gated activation silu(gate) * up."""
+
+import torch
+
+from kernels.backend import Backend
+from kernels.checks import check_tensor, output
+from kernels.errors import KernelError
+from kernels.silu_mul.ref import silu_mul_ref
+
+
+def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None, *, backend: Backend) -> torch.Tensor:
+    """gate_up float32 [T, 2F], gate in the first half -> float32 [T, F]."""
+    rows, width = gate_up.shape
+    check_tensor("silu_mul", "gate_up", gate_up, torch.float32, (None, width))
+    if width % 2:
+        raise KernelError(f"silu_mul: gate_up must have an even width, got {width}")
+    size = width // 2
+    result = output("silu_mul", out, (rows, size))
+    if backend is Backend.REF:
+        return result.copy_(silu_mul_ref(gate_up[:, :size], gate_up[:, size:]))
+    from kernels import _native
+
+    gate = gate_up.data_ptr()
+    _native.silu_mul(gate, gate + 4 * size, width, rows, size, result.data_ptr())
+    return result

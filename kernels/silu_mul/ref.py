@@ -1,0 +1,8 @@
+"""The gated activation of SwiGLU (Shazeer, 2020) in plain torch."""
+
+import torch
+
+
+def silu_mul_ref(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up."""
+    return torch.nn.functional.silu(gate) * up

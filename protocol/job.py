@@ -1,0 +1,55 @@
+"""What a gateway asks of a worker: one prompt, `n` samples of its continuation."""
+
+from dataclasses import dataclass, field
+
+from protocol.ids import GatewayId, ModelName, RequestId, TenantId
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. Neutral values switch a rule off; the gateway has checked all ranges.
+
+    temperature 0 is greedy. top_k 0 and top_p 1 keep every token. `seed` is always set: a client that gives none gets
+    one drawn by the gateway, so that a preempted or resumed request goes on with the same randomness. presence and
+    frequency penalties count output tokens, the repetition penalty counts prompt and output. `logprobs` is the number
+    of alternatives reported beside each sampled token, None for no logprobs at all.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt on its way to a worker.
+
+    `attempt` counts from 1; a message of an older attempt is stale. Times are Unix milliseconds. `prompt_logprobs` asks for
+    the logprob of each prompt token with that many alternatives (`echo` of /v1/completions). `cache_salt` narrows the
+    namespace in which prefixes are shared; it can never widen it, since the tenant is always part of it.
+    """
+
+    request_id: RequestId
+    gateway_id: GatewayId
+    tenant: TenantId
+    model: ModelName
+    prompt_token_ids: tuple[int, ...] = field(repr=False)
+    sampling: SamplingParams = field(repr=False)
+    created_ms: int
+    deadline_ms: int
+    n: int = 1
+    attempt: int = 1
+    prompt_logprobs: int | None = None
+    cache_salt: str | None = None

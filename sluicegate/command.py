@@ -1,0 +1,242 @@
+"""Arguments and dispatch. What a sub-command needs is imported when it runs, so that `--help` is instant."""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from sluicegate import __version__
+from sluicegate.environment import DEFAULT_REDIS_URL
+from sluicegate.errors import CommandError
+from sluicegate.model_store import DEFAULT_MODEL
+
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a sub-command; returns the exit code: 0, 1 for a failure, 2 for wrong arguments."""
+    parsed = _parser().parse_args(arguments)
+    module, _, function = parsed.run.partition(":")
+    try:
+        getattr(import_module(f"sluicegate.{module}"), function)(parsed)
+    except CommandError as error:
+        print(f"sluicegate: {error}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone; Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def _whole(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be {low} to {high}, got {value}")
+        return value
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected seconds, got {text!r}") from None
+    if not (math.isfinite(value) and 0 <= value <= 86_400):
+        raise argparse.ArgumentTypeError(f"must be 0 to 86400 seconds, got {text}")
+    return value
+
+
+def _integrity(text: str) -> str:
+    if text in ("seal", "full"):
+        raise argparse.ArgumentTypeError(f"{text} is not in this version yet; use lease (default) or off")
+    if text not in ("off", "lease"):
+        raise argparse.ArgumentTypeError(f"expected off, lease, seal or full, got {text!r}")
+    return text
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Texts as written, defaults shown."""
+
+
+def _add(
+    parsers: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, run: str, text: str, more: str = ""
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = parsers.add_parser(
+        name, help=text, description=f"{text}.{more}", formatter_class=_Formatter, allow_abbrev=False
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sluicegate",
+        description="Self-hosted, multi-tenant inference for open-weight language models.\n\n"
+        "`sluicegate up` starts everything on this machine; `sluicegate chat` talks to it.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"sluicegate {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_stack(commands)
+    _add_processes(commands)
+    _add_tenants(commands)
+    _add_keys(commands)
+    _add_models(commands)
+    _add_chat(commands)
+    return parser
+
+
+def _data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        help="folder of the stack: secrets, database, logs (SLUICEGATE_DATA, or stack in SLUICEGATE_HOME)",
+    )
+
+
+def _redis(parser: argparse.ArgumentParser) -> None:
+    _data(parser)
+    parser.add_argument(
+        "--redis-url", metavar="URL",
+        help=f"Redis or Valkey (SLUICEGATE_REDIS_URL, the running stack's, or {DEFAULT_REDIS_URL})",
+    )  # fmt: skip
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="NAME_OR_PATH", default=os.environ.get("SLUICEGATE_MODEL", DEFAULT_MODEL),
+        help="a known model's name, a GGUF file, or a Hugging Face folder",
+    )  # fmt: skip
+    parser.add_argument("--name", help="the name that clients use for the model (default: from --model)")
+
+
+def _engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kv-dtype", choices=("bf16", "fp8"), default="bf16", help="precision of the KV cache")
+    parser.add_argument(
+        "--integrity", type=_integrity, metavar="{off,lease,seal,full}", default="lease",
+        help="how far the KV cache is checked; this version has off and lease",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv-tokens", type=_whole(64, 1 << 30), metavar="N", default=16384, help="tokens that the KV cache holds"
+    )
+    parser.add_argument(
+        "--page-size", type=int, choices=PAGE_SIZES, metavar="N", default=16, help="tokens in a KV page, a power of two"
+    )
+    parser.add_argument(
+        "--max-sequences", type=_whole(1, 256), metavar="N", default=32, help="sequences in a worker's batch"
+    )
+
+
+def _drain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--drain-grace", type=_seconds, metavar="SECONDS", default=30.0, help="time for running answers when stopping"
+    )
+
+
+def _listen(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument(
+        "--port", type=_whole(0, 65535), metavar="P", default=8080, help="port to listen on, 0 for any free one"
+    )
+
+
+def _add_stack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    more = "\n\nStarts an embedded Valkey, a gateway and workers, makes a demo tenant, and prints how to use them."
+    parser = _add(commands, "up", "stack:up", "start a whole stack on this machine", more)
+    _listen(parser)
+    _data(parser)
+    _model(parser)
+    parser.add_argument("--workers", type=_whole(1, 64), metavar="N", default=1, help="worker processes")
+    _engine(parser)
+    _drain(parser)
+    parser.add_argument("--detach", action="store_true", help="return when the stack is ready and leave it running")
+    _data(_add(commands, "down", "stack:down", "stop the stack of a data folder, letting running answers finish"))
+
+
+def _add_processes(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = _add(commands, "gateway", "processes:gateway", "run one gateway process: HTTP in, jobs out")
+    _listen(parser)
+    _redis(parser)
+    parser.add_argument(
+        "--max-body-bytes", type=_whole(1024, 1 << 30), metavar="N", default=16 << 20, help="largest request body"
+    )
+    parser.add_argument(
+        "--max-waiting-jobs", type=_whole(1, 1 << 20), metavar="N", default=1000, help="longest queue of a model"
+    )
+    _drain(parser)
+    more = "\n\nA worker joins the stack behind its Redis and takes work; start as many as you like."
+    parser = _add(commands, "worker", "processes:worker", "run one worker process: a model that takes jobs", more)
+    _redis(parser)
+    _model(parser)
+    _engine(parser)
+    parser.add_argument(
+        "--step-tokens", type=_whole(1, 65536), metavar="N", default=256, help="most tokens in one engine step"
+    )
+    parser.add_argument(
+        "--kernels", choices=("auto", "ref", "cpu", "gpu"), default=os.environ.get("SLUICEGATE_KERNELS", "auto"),
+        help="implementation of the numerical kernels",
+    )  # fmt: skip
+    _drain(parser)
+
+
+def _add_tenants(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    group = commands.add_parser("tenant", help="create, list and delete tenants", description="Tenants of the stack.")
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+    parser = _add(actions, "create", "tenants:create_tenant", "add a tenant")
+    parser.add_argument("tenant", help="its id: letters, digits, '.', '_' and '-'")
+    parser.add_argument("--display-name", help="a name for people")
+    _redis(parser)
+    _redis(_add(actions, "list", "tenants:list_tenants", "show all tenants with their usage"))
+    parser = _add(actions, "delete", "tenants:delete_tenant", "remove a tenant and its keys")
+    parser.add_argument("tenant", help="its id")
+    _redis(parser)
+
+
+def _add_keys(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    group = commands.add_parser("key", help="create, list and revoke API keys", description="API keys of tenants.")
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+    parser = _add(actions, "create", "tenants:create_key", "make a key for a tenant and print it, once")
+    parser.add_argument("tenant", help="the tenant's id")
+    parser.add_argument("--name", default="key", help="what it is for")
+    parser.add_argument("--admin", action="store_true", help="a key for the /admin routes")
+    _redis(parser)
+    parser = _add(actions, "list", "tenants:list_keys", "show keys by their public ids")
+    parser.add_argument("tenant", nargs="?", help="only this tenant's")
+    _redis(parser)
+    parser = _add(actions, "revoke", "tenants:revoke_key", "remove a key; gateways refuse it within a second")
+    parser.add_argument("key_id", help="its public id, from `sluicegate key list`")
+    _redis(parser)
+
+
+def _add_models(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    group = commands.add_parser("model", help="list, fetch and inspect models", description="Models on this machine.")
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+    _add(actions, "list", "models:list_models", "show the models that can be fetched by name")
+    parser = _add(actions, "pull", "models:pull_model", "fetch a model and print its path")
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="a known model's name")
+    parser = _add(actions, "inspect", "models:inspect_model", "show what a model is, without loading it")
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="a known model's name, a file or a folder")
+    _data(parser)
+
+
+def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    more = "\n\nOf a pipe, each line is a message. Ctrl-C stops an answer, Ctrl-D quits, /help lists commands."
+    parser = _add(commands, "chat", "chat:chat", "chat with a running stack in the terminal", more)
+    _data(parser)
+    parser.add_argument("--url", help="the gateway, if it's not the stack of the data folder")
+    parser.add_argument("--key", help="API key (SLUICEGATE_API_KEY, or the stack's demo key)")
+    parser.add_argument("--model", help="the model's name (default: the stack's)")
+    parser.add_argument("--system", help="a system prompt")
+    parser.add_argument("--max-tokens", type=_whole(1, 1 << 30), metavar="N", help="longest answer")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 for the likeliest answer, up to 2")

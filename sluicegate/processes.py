@@ -1,0 +1,70 @@
+"""`sluicegate gateway` and `sluicegate worker`: single processes, as a compose file or an orchestrator starts them."""
+
+import asyncio
+from argparse import Namespace
+
+from sluicegate.environment import data_folder, redis_url
+from sluicegate.errors import CommandError
+from sluicegate.logs import configure
+from sluicegate.model_store import resolve
+from sluicegate.secrets import admin_key, derived_keys
+
+
+def gateway(arguments: Namespace) -> None:
+    """Serve HTTP until SIGTERM or SIGINT."""
+    configure("gateway")
+    from gateway.app import run
+    from gateway.settings import GatewaySettings, SettingsError
+
+    data = data_folder(arguments.data)
+    keys = derived_keys(data)
+    try:
+        settings = GatewaySettings(
+            redis_url=redis_url(arguments.redis_url, data),
+            key_pepper=keys.key_pepper,
+            job_signing_key=keys.job_signing,
+            admin_key=admin_key(data),
+            host=arguments.host,
+            port=arguments.port,
+            max_body_bytes=arguments.max_body_bytes,
+            max_waiting_jobs=arguments.max_waiting_jobs,
+            drain_grace_s=arguments.drain_grace,
+        )
+        asyncio.run(run(settings))
+    except SettingsError as error:
+        raise CommandError(str(error)) from None
+
+
+def worker(arguments: Namespace) -> None:
+    """Serve a model's jobs until SIGTERM or SIGINT."""
+    configure("worker")
+    from kernels.errors import KernelError
+    from protocol.errors import InvalidNameError
+    from protocol.ids import parse_model_name
+    from worker.errors import WorkerError
+    from worker.model.errors import ModelError
+    from worker.process import run
+    from worker.settings import WorkerSettings
+
+    data = data_folder(arguments.data)
+    name, path = resolve(arguments.model, data)
+    keys = derived_keys(data)
+    try:
+        settings = WorkerSettings(
+            redis_url=redis_url(arguments.redis_url, data),
+            model_path=path,
+            model_name=parse_model_name(arguments.name or name),
+            job_signing_key=keys.job_signing,
+            namespace_secret=keys.kv_namespaces,
+            kernels=arguments.kernels,
+            kv_dtype=arguments.kv_dtype,
+            integrity=arguments.integrity,
+            kv_tokens=arguments.kv_tokens,
+            page_size=arguments.page_size,
+            max_sequences=arguments.max_sequences,
+            step_tokens=arguments.step_tokens,
+            drain_grace_s=arguments.drain_grace,
+        )
+        asyncio.run(run(settings))
+    except (WorkerError, ModelError, KernelError, InvalidNameError) as error:
+        raise CommandError(str(error)) from None

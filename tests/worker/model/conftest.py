@@ -1,0 +1,351 @@
+"""Tiny random models as files, a reference for them in transformers, and a way to run our models over pages."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from transformers.masking_utils import eager_mask
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from kernels.backend import Backend, resolve
+from kernels.kv_pool import KvPool
+from worker.model.load import LoadedModel
+from worker.model.step import StepInput
+
+# Where a block of each quantized type keeps its float16 scales (and minima).
+_SCALE_BYTES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # fmt: skip
+_LAYER_NAMES = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+}  # fmt: skip
+VOCAB_SIZE = 300
+
+
+@pytest.fixture(scope="session", params=["ref", "cpu"])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Both implementations of the kernels."""
+    return resolve(request.param)
+
+
+@pytest.fixture(scope="session")
+def quantized_types() -> tuple[str, ...]:
+    """The quantized formats that are promised to load."""
+    return tuple(_SCALE_BYTES)
+
+
+def _random_blocks(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
+    """uint8 [rows, row bytes]: every bit is random but for the scales, which give weights of a usual size."""
+    block_elements, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    random = np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (shape[0], shape[1] // block_elements, block_bytes), dtype=np.uint8)
+    unit = {"Q8_0": 1e-3, "Q6_K": 2e-5, "Q3_K": 6e-4, "Q2_K": 2e-3, "Q4_K": 2e-4, "Q5_K": 1e-4}.get(kind, 1e-2)
+    for first in _SCALE_BYTES[kind]:
+        scales = (random.uniform(0.5, 1.5, blocks.shape[:2]) * unit).astype(np.float16)
+        if kind in ("Q4_1", "Q5_1") and first == 2:
+            scales = -scales * np.float16(8 if kind == "Q4_1" else 16)
+        blocks[..., first : first + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+@pytest.fixture(scope="session")
+def random_blocks() -> Callable[[str, tuple[int, int], int], np.ndarray]:
+    """Bytes of a quantized matrix: (type, shape, seed) -> uint8 [rows, row bytes]."""
+    return _random_blocks
+
+
+def _tokenizer_document() -> dict[str, Any]:
+    """A byte-level tokenizer.json with two merges and three control tokens after the ordinary tokens."""
+    alphabet = gguf_alphabet()
+    vocabulary = {character: index for index, character in enumerate([*alphabet, "he", "ll"])}
+    control = ["<s>", "</s>", "<|turn|>"]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": len(vocabulary) + i, "content": text, "special": True, "single_word": False, "lstrip": False,
+             "rstrip": False, "normalized": False}
+            for i, text in enumerate(control)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [258], "tokens": ["<s>"]}},
+        },
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+            "vocab": vocabulary, "merges": [["h", "e"], ["l", "l"]],
+        },
+    }  # fmt: skip
+
+
+def gguf_alphabet() -> list[str]:
+    """GPT-2's 256 printable stand-ins, in byte order, from its published definition."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    stand_in = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return [stand_in[byte] for byte in range(256)]
+
+
+@pytest.fixture(scope="session")
+def byte_alphabet() -> list[str]:
+    """GPT-2's stand-in for each byte."""
+    return gguf_alphabet()
+
+
+def _attention_to_bf16(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+    """transformers' own attention, over keys and values rounded as a bfloat16 pool stores them."""
+    return eager_attention_forward(module, query, key.bfloat16().float(), value.bfloat16().float(), *args, **options)
+
+
+AttentionInterface.register("sluicegate_bf16_kv", _attention_to_bf16)
+AttentionMaskInterface.register("sluicegate_bf16_kv", eager_mask)
+
+
+@pytest.fixture(scope="session")
+def llama_in_transformers() -> Callable[..., LlamaForCausalLM]:
+    """A factory of random float32 models; keywords override the configuration."""
+
+    def make(**overrides: Any) -> LlamaForCausalLM:
+        settings = {
+            "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+            "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "initializer_range": 0.15, "eos_token_id": 259,
+            "bos_token_id": 258, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        }  # fmt: skip
+        config = LlamaConfig(**(settings | overrides))
+        config._attn_implementation = "sluicegate_bf16_kv"
+        torch.manual_seed(7)
+        model = LlamaForCausalLM(config).eval().float()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def folder_of(tmp_path: Path) -> Callable[..., Path]:
+    """A factory of Hugging Face folders: (model, dtype, max_shard_size) -> folder."""
+
+    def write(model: LlamaForCausalLM, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB") -> Path:
+        folder = tmp_path / "model"
+        for parameter in model.parameters():  # buffers, such as rotary frequencies, keep their precision
+            parameter.data = parameter.data.to(dtype)
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float()
+        tokenizer = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ messages[0].content }}"}
+        (folder / "tokenizer.json").write_text(json.dumps(_tokenizer_document()), encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def folder(llama_in_transformers: Callable[..., LlamaForCausalLM], folder_of: Callable[..., Path]) -> Path:
+    """A folder that loads."""
+    return folder_of(llama_in_transformers())
+
+
+def _metadata(config: LlamaConfig) -> dict[str, Any]:
+    tokens = [*gguf_alphabet(), "he", "ll", "<s>", "</s>", "<|turn|>"]
+    tokens += [f"[PAD{i}]" for i in range(config.vocab_size - len(tokens))]
+    return {
+        "general.architecture": "llama",
+        "llama.block_count": config.num_hidden_layers,
+        "llama.context_length": config.max_position_embeddings,
+        "llama.embedding_length": config.hidden_size,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.attention.head_count": config.num_attention_heads,
+        "llama.attention.head_count_kv": config.num_key_value_heads,
+        "llama.attention.key_length": config.head_dim,
+        "llama.rope.dimension_count": config.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.rope.freq_base": config.rope_parameters["rope_theta"],
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 258 + [3] * 3 + [5] * (config.vocab_size - 261),
+        "tokenizer.ggml.merges": ["h e", "l l"],
+        "tokenizer.ggml.bos_token_id": 258,
+        "tokenizer.ggml.eos_token_id": 259,
+    }
+
+
+def _add_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
+    for key, value in metadata.items():
+        if key == "general.architecture" or value is None:
+            continue
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_string(key, value)
+
+
+def _interleaved(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Rows of Q or K in the order of GGUF files, as llama.cpp's converter permutes them."""
+    heads = weight.view(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+    return heads.transpose(1, 2).reshape(weight.shape)
+
+
+def _halves(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """The inverse of `_interleaved`."""
+    heads = weight.view(num_heads, weight.shape[0] // num_heads // 2, 2, *weight.shape[1:])
+    return heads.transpose(1, 2).reshape(weight.shape)
+
+
+def _reference_names(model: LlamaForCausalLM) -> dict[str, tuple[torch.nn.Parameter, int]]:
+    """Parameters by their names in GGUF files, with the number of heads that their rows are permuted by (0: none)."""
+    parameters = dict(model.named_parameters())
+    config = model.config
+    names = {"token_embd.weight": (parameters["model.embed_tokens.weight"], 0)}
+    names["output_norm.weight"] = (parameters["model.norm.weight"], 0)
+    if not config.tie_word_embeddings:
+        names["output.weight"] = (parameters["lm_head.weight"], 0)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for layer in range(config.num_hidden_layers):
+        for ours, theirs in _LAYER_NAMES.items():
+            parameter = parameters[f"model.layers.{layer}.{theirs}.weight"]
+            names[f"blk.{layer}.{ours}.weight"] = (parameter, heads.get(ours, 0))
+    return names
+
+
+@pytest.fixture
+def gguf_of(tmp_path: Path) -> Callable[..., Path]:
+    """A factory of GGUF files: (model, types, metadata, extra tensors) -> file.
+
+    `types` maps an ending of a tensor's name to its type; others are F32. Where a type is quantized, random blocks are written
+    and the reference model is given what they mean according to the `gguf` package, so that both hold the same weights.
+    """
+
+    def write(
+        model: LlamaForCausalLM,
+        types: Mapping[str, str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        extra: Mapping[str, np.ndarray] | None = None,
+        without: Sequence[str] = (),
+    ) -> Path:
+        path = tmp_path / "model.gguf"
+        all_metadata = _metadata(model.config) | dict(metadata or {})
+        writer = gguf.GGUFWriter(path, all_metadata["general.architecture"])
+        _add_metadata(writer, all_metadata)
+        for index, (name, (parameter, num_heads)) in enumerate(_reference_names(model).items()):
+            kinds = [kind for ending, kind in (types or {}).items() if name.endswith(ending + ".weight")]
+            if name not in without:
+                _add_tensor(writer, name, parameter, num_heads, kinds[0] if kinds else "F32", index)
+        for name, values in (extra or {}).items():
+            writer.add_tensor(name, values)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write
+
+
+def _add_tensor(
+    writer: gguf.GGUFWriter, name: str, parameter: torch.nn.Parameter, num_heads: int, kind: str, seed: int
+) -> None:
+    quantization = gguf.GGMLQuantizationType[kind]
+    values = parameter.detach()
+    if kind in _SCALE_BYTES:
+        raw = _random_blocks(kind, (values.shape[0], values.shape[1]), seed)
+        meant = torch.from_numpy(gguf.dequantize(raw, quantization).copy())
+        parameter.data.copy_(_halves(meant, num_heads) if num_heads else meant)
+    else:
+        stored = _interleaved(values, num_heads) if num_heads else values
+        raw = gguf.quantize(stored.numpy(), quantization) if kind != "F32" else stored.numpy().copy()
+        meant = torch.from_numpy(gguf.dequantize(raw, quantization).copy()).view(values.shape)
+        parameter.data.copy_(_halves(meant, num_heads) if num_heads else meant)
+    writer.add_tensor(name, raw, raw_dtype=quantization)
+
+
+@dataclass
+class PagedRun:
+    """Feeds tokens of some sequences, any number of each at a time, through one KV pool. Pages are handed out in a scattered order."""
+
+    loaded: LoadedModel
+    dtype: str = "bf16"
+    page_size: int = 16
+    num_pages: int = 64
+    pool: KvPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pool = KvPool.allocate(self.loaded.kv_layout(self.num_pages, self.page_size, self.dtype))
+        # A stale page must not matter.
+        self.pool.k.view(torch.uint8).fill_(0x7F if self.dtype == "fp8" else 0xFF)
+        self.pool.v.view(torch.uint8).fill_(0x7F if self.dtype == "fp8" else 0xFF)
+        self._free = [page * 7 % self.num_pages for page in range(self.num_pages)] if self.num_pages % 7 else []
+        assert len(set(self._free)) == self.num_pages
+        self._pages: dict[str, list[int]] = {}
+        self._lengths: dict[str, int] = {}
+
+    def feed(self, *batch: tuple[str, Sequence[int]]) -> list[torch.Tensor]:
+        """One forward pass over (sequence, its next tokens); returns the logits of all its rows by sequence."""
+        tokens, positions, slots, sequences = [], [], [], []
+        for number, (name, new) in enumerate(batch):
+            start = self._lengths.get(name, 0)
+            pages = self._pages.setdefault(name, [])
+            while len(pages) * self.page_size < start + len(new):
+                pages.append(self._free.pop())
+            self._lengths[name] = start + len(new)
+            for position, token in enumerate(new, start):
+                tokens.append(token)
+                positions.append(position)
+                slots.append(pages[position // self.page_size] * self.page_size + position % self.page_size)
+                sequences.append(number)
+        table = torch.zeros(len(batch), max(len(self._pages[name]) for name, _ in batch), dtype=torch.int32)
+        for number, (name, _) in enumerate(batch):
+            table[number, : len(self._pages[name])] = torch.tensor(self._pages[name], dtype=torch.int32)
+        step = StepInput(
+            torch.tensor(tokens), torch.tensor(positions, dtype=torch.int32), torch.tensor(slots), table,
+            torch.tensor(sequences, dtype=torch.int32), torch.arange(len(tokens)),
+        )  # fmt: skip
+        logits = self.loaded.model.forward(step, self.pool)
+        return list(logits.split([len(new) for _, new in batch]))
+
+
+@pytest.fixture(scope="session")
+def paged_run() -> type[PagedRun]:
+    """The way to run a loaded model over pages."""
+    return PagedRun
+
+
+@pytest.fixture(scope="session")
+def relative_error() -> Callable[[torch.Tensor, torch.Tensor], float]:
+    """Root mean square of the difference by that of the reference; NaN anywhere is an error of infinity."""
+
+    def measure(actual: torch.Tensor, expected: torch.Tensor) -> float:
+        if actual.shape != expected.shape or not bool(torch.isfinite(actual).all()):
+            return float("inf")
+        difference = (actual.double() - expected.double()).square().mean().sqrt()
+        return float(difference / expected.double().square().mean().sqrt())
+
+    return measure

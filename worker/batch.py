@@ -1,0 +1,86 @@
+"""From a plan to the tensors of one forward pass, and the check of lease tags that goes before it."""
+
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker.cache.page_pool import PagePool
+from worker.model.step import StepInput
+from worker.scheduler import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's chunks and their tensors.
+
+    `prompt_rows[i]` counts the logit rows of chunk i that belong to prompt logprobs; they come before the row that samples the
+    next token, if the chunk has one. `expected_tags` are shaped like the page table.
+    """
+
+    chunks: ListLike[Chunk]
+    step: StepInput
+    prompt_rows: ListLike[int]
+    expected_tags: npt.NDArray[np.uint64]  # [num_chunks, max_pages], 0 where the table is padding
+
+    def stale_chunks(self, pool: PagePool) -> list[Chunk]:
+        """Chunks whose table leads to a page of another life or owner, read through the table that attention will use."""
+        pages = self.step.page_table.numpy()
+        is_wrong = (pool.tags[pages] != self.expected_tags) & (self.expected_tags != 0)
+        return [chunk for chunk, wrong in zip(self.chunks, is_wrong.any(axis=1), strict=True) if wrong]
+
+
+def build_batch(chunks: ListLike[Chunk], page_size: int) -> Batch:
+    """Lay out the chunks one after the other; all rows of a sequence are adjacent and ascending."""
+    page_table, expected_tags = _page_tables(chunks, page_size)
+    counts = np.array([chunk.count for chunk in chunks])
+    first_rows = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    row_sequence = np.repeat(np.arange(len(chunks), dtype=np.int32), counts)
+    positions = np.concatenate([np.arange(c.start, c.start + c.count, dtype=np.int32) for c in chunks])
+    token_ids = np.concatenate([np.array(c.sequence.tokens[c.start : c.start + c.count]) for c in chunks])
+    slots = page_table[row_sequence, positions // page_size].astype(np.int64) * page_size + positions % page_size
+    logit_rows, prompt_rows = _logit_rows(chunks, first_rows)
+    step = StepInput(
+        token_ids=torch.from_numpy(token_ids.astype(np.int64)),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(slots),
+        page_table=torch.from_numpy(page_table),
+        row_sequence=torch.from_numpy(row_sequence),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+    )
+    return Batch(chunks, step, prompt_rows, expected_tags)
+
+
+def _page_tables(chunks: ListLike[Chunk], page_size: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
+    num_pages = [-(-(chunk.start + chunk.count) // page_size) for chunk in chunks]
+    page_table = np.zeros((len(chunks), max(num_pages)), dtype=np.int32)
+    expected_tags = np.zeros((len(chunks), max(num_pages)), dtype=np.uint64)
+    for row, (chunk, count) in enumerate(zip(chunks, num_pages, strict=True)):
+        page_table[row, :count] = chunk.sequence.table.pages[:count]
+        expected_tags[row, :count] = chunk.sequence.table.tags[:count]
+    return page_table, expected_tags
+
+
+def _logit_rows(chunks: ListLike[Chunk], first_rows: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
+    rows: list[int] = []
+    prompt_rows: list[int] = []
+    for chunk, first in zip(chunks, first_rows, strict=True):
+        wanted = prompt_logit_positions(chunk)
+        rows.extend(int(first) + position - chunk.start for position in wanted)
+        prompt_rows.append(len(wanted))
+        if chunk.is_last:
+            rows.append(int(first) + chunk.count - 1)
+    return rows, prompt_rows
+
+
+def prompt_logit_positions(chunk: Chunk) -> range:
+    """Positions of the chunk whose logits give a prompt token's logprob that's asked for and not known yet."""
+    sequence = chunk.sequence
+    request = sequence.request
+    if request.job.prompt_logprobs is None or sequence.index > 0:
+        return range(0)
+    # Entry i of the prompt comes from the logits at position i - 1; entry 0 is None.
+    first = max(chunk.start, len(request.prompt_entries) - 1)
+    return range(first, max(first, min(chunk.start + chunk.count, sequence.num_prompt - 1)))

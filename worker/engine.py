@@ -1,0 +1,351 @@
+"""The engine: requests in, replies out, one step at a time. Knows no Redis, no asyncio and no clock but the one it's given.
+
+A request ends in exactly one terminal reply, whatever happens to it: all ways out lead through `_end`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from kernels.kv_pool import KvPool
+from protocol.ids import RequestId, WorkerId
+from protocol.job import Job
+from protocol.replies import (
+    Delta,
+    Done,
+    Failed,
+    FailureCode,
+    PromptLogprobs,
+    Reply,
+    ReplyEnvelope,
+    Started,
+    TokenLogprob,
+)
+from worker.batch import Batch, build_batch, prompt_logit_positions
+from worker.cache.namespace import NamespaceRing
+from worker.cache.page_cache import PageCache
+from worker.model.llama import LlamaModel
+from worker.outgoing import Outgoing
+from worker.sampling import NotFinite, Sampled, SamplerRow, prompt_logprobs, sample
+from worker.scheduler import Chunk, Scheduler
+from worker.sequence import Request, Sequence, State
+from worker.text import TextStream
+
+_log = structlog.get_logger(__name__)
+
+CANCEL_MEMORY_S = 120.0
+MAX_REMEMBERED_CANCELS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine is composed of. `now` returns seconds of a clock that only moves forward, `now_ms` Unix milliseconds."""
+
+    model: LlamaModel
+    kv: KvPool
+    namespaces: NamespaceRing
+    token_bytes: tuple[bytes, ...]
+    eos_token_ids: frozenset[int]
+    max_request_tokens: int
+    worker_id: WorkerId
+    checks_leases: bool
+    now: Callable[[], float]
+    now_ms: Callable[[], int]
+
+
+@dataclass(slots=True)
+class EngineTotals:
+    """Counts since the start."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    failed_requests: int = 0
+    integrity_violations: int = 0
+
+
+class Engine:
+    """Owns the scheduler, the page cache and all requests of a worker. Not thread-safe: one thread calls it."""
+
+    def __init__(self, parts: EngineParts, max_sequences: int, step_tokens: int) -> None:
+        layout = parts.kv.layout
+        self.cache = PageCache(layout.num_pages, layout.page_size)
+        self.scheduler = Scheduler(self.cache, max_sequences, step_tokens)
+        self.totals = EngineTotals()
+        self._parts = parts
+        self._requests: dict[RequestId, Request] = {}
+        self._cancelled: dict[RequestId, float] = {}
+        self._outbox: list[Outgoing] = []
+        self._num_arrived = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether some request is not finished."""
+        return bool(self._requests)
+
+    def submit(self, job: Job, entry_id: bytes) -> None:
+        """Take a job. One that can't be served gets its terminal reply at once."""
+        assert job.request_id not in self._requests, "the consumer drops second deliveries"
+        request = Request(job, entry_id, self._parts.namespaces.namespace(job.tenant, job.cache_salt))
+        self._requests[job.request_id] = request
+        self._reply(request, Started(self._parts.worker_id))
+        if self._cancelled.pop(job.request_id, None) is not None:
+            self._fail(request, "cancelled", "the request was cancelled")
+        elif (problem := self._problem(job)) is not None:
+            self._fail(request, "invalid_job", problem)
+        else:
+            request.sequences = [self._sequence(request, index) for index in range(job.n)]
+            for sequence in request.sequences:
+                self.scheduler.add(sequence)
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Drop a request. One that has not arrived yet is dropped when it does; one that's gone is none of our business."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._fail(request, "cancelled", "the request was cancelled")
+            return
+        now = self._parts.now()
+        self._cancelled = {key: until for key, until in self._cancelled.items() if until > now}
+        if len(self._cancelled) < MAX_REMEMBERED_CANCELS:
+            self._cancelled[request_id] = now + CANCEL_MEMORY_S
+
+    def fail_all(self, code: FailureCode, message: str) -> None:
+        """End every request."""
+        for request in list(self._requests.values()):
+            self._fail(request, code, message)
+
+    def step(self) -> list[Outgoing]:
+        """Schedule, execute, sample, commit; returns the replies that this and the calls before it caused."""
+        self._expire()
+        chunks = self.scheduler.plan()
+        if chunks:
+            batch = self._without_stale_pages(build_batch(chunks, self.cache.page_size))
+            if batch is not None and (logits := self._execute(batch)) is not None:
+                self._commit(batch, logits)
+            self.totals.steps += 1
+        self._scrub()
+        return self.take_replies()
+
+    def take_replies(self) -> list[Outgoing]:
+        """The replies that have gathered."""
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def _problem(self, job: Job) -> str | None:
+        """Why a signed job can't be served all the same; the gateway has checked most of it against the same card."""
+        vocab_size = len(self._parts.token_bytes)
+        if not job.prompt_token_ids:
+            return "the prompt is empty"
+        if min(job.prompt_token_ids) < 0 or max(job.prompt_token_ids) >= vocab_size:
+            return "the prompt has token ids outside the vocabulary"
+        if job.sampling.max_tokens < 0 or not 1 <= job.n <= 128:
+            return "max_tokens or n is out of range"
+        if len(job.prompt_token_ids) + job.sampling.max_tokens > self._parts.max_request_tokens:
+            return f"prompt and max_tokens exceed the {self._parts.max_request_tokens} tokens that this worker can hold"
+        return None
+
+    def _sequence(self, request: Request, index: int) -> Sequence:
+        job = request.job
+        self._num_arrived += 1
+        return Sequence(
+            request=request,
+            index=index,
+            tokens=list(job.prompt_token_ids),
+            sampler=SamplerRow(
+                job.sampling,
+                index=index,
+                prompt_token_ids=job.prompt_token_ids,
+                eos_token_ids=self._parts.eos_token_ids,
+                vocab_size=len(self._parts.token_bytes),
+            ),
+            text=TextStream(self._parts.token_bytes, job.sampling.stop, job.sampling.min_tokens),
+            arrival=self._num_arrived,
+        )
+
+    def _expire(self) -> None:
+        now_ms = self._parts.now_ms()
+        for request in [r for r in self._requests.values() if r.job.deadline_ms <= now_ms]:
+            self._fail(request, "deadline_exceeded", "the request's time limit has passed")
+
+    # -- step --------------------------------------------------------------------------------------------------------
+
+    def _without_stale_pages(self, batch: Batch) -> Batch | None:
+        """The batch, less the sequences whose pages aren't theirs any more: those start over, once."""
+        if not self._parts.checks_leases:
+            return batch
+        stale = batch.stale_chunks(self.cache.pool)
+        if not stale:
+            return batch
+        for chunk in stale:
+            self._heal(chunk.sequence, kind="lease")
+        sound = [c for c in batch.chunks if c.sequence.state is State.RUNNING]
+        return build_batch(sound, self.cache.page_size) if sound else None
+
+    def _heal(self, sequence: Sequence, kind: str) -> None:
+        """Drop a violated sequence's pages and compute them anew; a second violation ends its request."""
+        request = sequence.request
+        request.violations += 1
+        self.totals.integrity_violations += 1
+        _log.error(
+            "kv_integrity_violation", request_id=request.job.request_id, tenant=sequence.tenant, kind=kind,
+            times=request.violations,
+        )  # fmt: skip
+        tags = self.cache.pool.tags
+        self.cache.quarantine([lease for lease in sequence.table.leases if int(tags[lease.page]) != lease.tag])
+        if request.violations > 1:
+            self._fail(request, "kv_integrity_error", "the request's KV cache failed its integrity check twice")
+        else:
+            self.scheduler.preempt(sequence)
+
+    def _execute(self, batch: Batch) -> torch.Tensor | None:
+        """The forward pass. An error in it is the batch's, not the worker's: its requests end, the others go on."""
+        try:
+            return self._parts.model.forward(batch.step, self._parts.kv)
+        except Exception as error:
+            _log.exception("forward_failed", error=type(error).__name__, num_sequences=len(batch.chunks))
+            for chunk in batch.chunks:
+                self._fail_unsound(chunk.sequence.request)
+            return None
+
+    def _commit(self, batch: Batch, logits: torch.Tensor) -> None:
+        """Sample all due rows, then let each sequence take its result."""
+        prompt_part, sample_part = _split_rows(batch)
+        due = [chunk for chunk in batch.chunks if chunk.is_last]
+        results = sample(logits[sample_part], [chunk.sequence.sampler for chunk in due])
+        sampled = dict(zip(map(id, due), results, strict=True))
+        for chunk, rows in zip(batch.chunks, prompt_part, strict=True):
+            if chunk.sequence.state is not State.RUNNING:
+                continue  # its request failed with a sample that came earlier in this loop
+            self.scheduler.commit(chunk)
+            if rows:
+                self._note_prompt_logprobs(chunk, logits[rows])
+            if chunk.is_last:
+                self._advance(chunk.sequence, sampled[id(chunk)])
+
+    def _note_prompt_logprobs(self, chunk: Chunk, logits: torch.Tensor) -> None:
+        request = chunk.sequence.request
+        num_top = request.job.prompt_logprobs
+        assert num_top is not None
+        if not request.prompt_entries:
+            request.prompt_entries.append(None)
+        following = [chunk.sequence.tokens[position + 1] for position in prompt_logit_positions(chunk)]
+        for token_id, (logprob, top) in zip(following, prompt_logprobs(logits, following, num_top), strict=True):
+            request.prompt_entries.append(self._entry(token_id, logprob, top))
+
+    def _advance(self, sequence: Sequence, result: Sampled | NotFinite) -> None:
+        """A sequence is up to date and has a result for its next token."""
+        request = sequence.request
+        if isinstance(result, NotFinite):
+            self._fail_unsound(request)
+            return
+        self.scheduler.publish(sequence)
+        self._report_prompt(request)
+        sampling = request.job.sampling
+        if sampling.max_tokens == 0:
+            self._finish(sequence, Delta(sequence.index, "", (), (), "length"))
+            return
+        sequence.tokens.append(result.token_id)
+        sequence.sampler.observe(result.token_id)
+        self.totals.generated_tokens += 1
+        entry = None
+        if result.logprob is not None:
+            entry = self._entry(result.token_id, result.logprob, result.top)
+        is_full = sequence.num_output >= sampling.max_tokens
+        released = sequence.text.push(
+            result.token_id, entry, ends_text=sequence.sampler.ends_with(result.token_id), is_full=is_full
+        )
+        delta = Delta(
+            sequence.index, released.text, (result.token_id,), tuple(released.entries), released.finish_reason
+        )
+        if released.finish_reason is not None:
+            self._finish(sequence, delta)
+        else:
+            self._reply(request, delta)
+
+    def _report_prompt(self, request: Request) -> None:
+        """Once a prompt is computed, count it and tell its logprobs if they were asked for."""
+        if request.is_prompt_reported:
+            return
+        request.is_prompt_reported = True
+        self.totals.prompt_tokens += len(request.job.prompt_token_ids)
+        self.totals.cached_tokens += request.cached_tokens
+        if request.job.prompt_logprobs is not None:
+            tokens = tuple(self._parts.token_bytes[token] for token in request.job.prompt_token_ids)
+            self._reply(request, PromptLogprobs(tokens, tuple(request.prompt_entries or [None])))
+
+    def _scrub(self) -> None:
+        """Zero quarantined pages that nobody holds any more, then let them be used again."""
+        for page in self.cache.pool.quarantined():
+            if not self.cache.pool.is_held(page):
+                self._parts.kv.scrub(page)
+                self.cache.pool.restore(page)
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    def _entry(self, token_id: int, logprob: float, top: tuple[tuple[int, float], ...]) -> TokenLogprob:
+        token_bytes = self._parts.token_bytes
+        return TokenLogprob(
+            token_id, token_bytes[token_id], logprob, tuple((i, token_bytes[i], value) for i, value in top)
+        )
+
+    def _finish(self, sequence: Sequence, last: Delta) -> None:
+        request = sequence.request
+        sequence.finish_reason = last.finish_reason
+        self.scheduler.finish(sequence)
+        self._reply(request, last)
+        if request.is_finished:
+            job = request.job
+            done = Done(len(job.prompt_token_ids), request.cached_tokens, request.completion_tokens)
+            self._end(request, done)
+
+    def _fail_unsound(self, request: Request) -> None:
+        """Something not finite came out of the request's pages: none of them is believed, or used again before a scrub."""
+        for sequence in request.sequences:
+            self.cache.quarantine(sequence.table.leases)
+        self._fail(request, "internal_error", "the model produced no usable output for this request")
+
+    def _fail(self, request: Request, code: FailureCode, message: str) -> None:
+        """End a request with an error. Harmless if it has ended: two samples of one request may fail in one step."""
+        if self._requests.get(request.job.request_id) is not request:
+            return
+        for sequence in request.sequences:
+            self.scheduler.finish(sequence)
+        if code != "cancelled":
+            self.totals.failed_requests += 1
+            _log.warning("request_failed", request_id=request.job.request_id, tenant=request.job.tenant, code=code)
+        self._end(request, Failed(code, message, request.completion_tokens))
+
+    def _end(self, request: Request, terminal: Done | Failed) -> None:
+        self._reply(request, terminal)
+        del self._requests[request.job.request_id]
+
+    def _reply(self, request: Request, reply: Reply) -> None:
+        job = request.job
+        envelope = ReplyEnvelope(job.request_id, job.attempt, request.num_replies, reply)
+        request.num_replies += 1
+        self._outbox.append(Outgoing(job.gateway_id, request.entry_id, envelope))
+
+    def check_invariants(self) -> None:
+        """Sequences, pages and requests agree."""
+        self.scheduler.check_invariants()
+        live = {id(s) for r in self._requests.values() for s in r.sequences if s.state is State.RUNNING}
+        assert live == {id(sequence) for sequence in self.scheduler.running}
+
+
+def _split_rows(batch: Batch) -> tuple[list[list[int]], list[int]]:
+    """Logit row numbers: per chunk those of its prompt logprobs, and over all chunks those that are sampled."""
+    prompt_part: list[list[int]] = []
+    sample_part: list[int] = []
+    row = 0
+    for chunk, count in zip(batch.chunks, batch.prompt_rows, strict=True):
+        prompt_part.append(list(range(row, row + count)))
+        row += count
+        if chunk.is_last:
+            sample_part.append(row)
+            row += 1
+    return prompt_part, sample_part

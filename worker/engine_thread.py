@@ -1,0 +1,157 @@
+"""The thread that the engine lives in, and the two bounded ways across: commands in, replies out.
+
+The engine touches no event loop and the event loop never waits for the engine. If the publisher falls behind, the engine pauses
+at its next step instead of piling up replies.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from protocol.ids import RequestId
+from protocol.job import Job
+from worker.engine import Engine
+from worker.outgoing import Outgoing
+
+_log = structlog.get_logger(__name__)
+
+MAX_COMMANDS = 10_000
+MAX_UNPUBLISHED_STEPS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """What the outside may know of an engine between two steps."""
+
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    running_sequences: int
+    waiting_sequences: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    engine_steps: int
+    preemptions: int
+    failed_requests: int
+    integrity_violations: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    job: Job
+    entry_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class _FailAll:
+    message: str
+
+
+class _Stop:
+    """Leave the thread after the commands before this one."""
+
+
+_Command = _Submit | _Cancel | _FailAll | _Stop
+
+
+class EngineThread:
+    """Runs an engine. `deliver` is called in the engine's thread with each step's replies and must not block."""
+
+    def __init__(self, engine: Engine, deliver: Callable[[list[Outgoing]], None]) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._commands: queue.Queue[_Command] = queue.Queue(MAX_COMMANDS)
+        self._unpublished = threading.BoundedSemaphore(MAX_UNPUBLISHED_STEPS)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._busy_since: float | None = None
+        self.gauges = self._read_gauges()
+
+    def start(self) -> None:
+        """Begin to take commands."""
+        self._thread.start()
+
+    def submit(self, job: Job, entry_id: bytes) -> None:
+        """Hand over a job."""
+        self._commands.put_nowait(_Submit(job, entry_id))
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Drop a request, now or when it arrives."""
+        self._commands.put_nowait(_Cancel(request_id))
+
+    def fail_all(self, message: str) -> None:
+        """End every request because the worker stops."""
+        self._commands.put_nowait(_FailAll(message))
+
+    def published(self) -> None:
+        """One delivered step has left the process."""
+        self._unpublished.release()
+
+    def is_progressing(self, stall_s: float) -> bool:
+        """Whether the engine is idle or its present step is younger than `stall_s`. A dead thread makes no progress."""
+        busy_since = self._busy_since
+        is_stuck = busy_since is not None and time.monotonic() - busy_since > stall_s
+        return self._thread.is_alive() and not is_stuck
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread after what was commanded before."""
+        self._commands.put_nowait(_Stop())
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while self._obey(wait=not self._engine.has_work):
+            self._busy_since = time.monotonic()
+            replies = self._engine.step()
+            self.gauges = self._read_gauges()
+            self._busy_since = None
+            if replies:
+                # While Redis is away this waits; the worker's heartbeat is away then too.
+                self._unpublished.acquire()
+                self._deliver(replies)
+
+    def _obey(self, *, wait: bool) -> bool:
+        """Carry out all waiting commands, or the next one if there is no other work; False to stop."""
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return True
+            wait = False
+            if isinstance(command, _Stop):
+                return False
+            self._carry_out(command)
+
+    def _carry_out(self, command: _Submit | _Cancel | _FailAll) -> None:
+        if isinstance(command, _Submit):
+            self._engine.submit(command.job, command.entry_id)
+        elif isinstance(command, _Cancel):
+            self._engine.cancel(command.request_id)
+        else:
+            self._engine.fail_all("shutting_down", command.message)
+
+    def _read_gauges(self) -> Gauges:
+        engine = self._engine
+        pool, scheduler, totals = engine.cache.pool, engine.scheduler, engine.totals
+        return Gauges(
+            pages_total=pool.num_pages,
+            pages_free=pool.num_free,
+            pages_cached=pool.num_cached,
+            running_sequences=len(scheduler.running),
+            waiting_sequences=len(scheduler.queue),
+            prompt_tokens=totals.prompt_tokens,
+            cached_tokens=totals.cached_tokens,
+            generated_tokens=totals.generated_tokens,
+            engine_steps=totals.steps,
+            preemptions=scheduler.num_preemptions,
+            failed_requests=totals.failed_requests,
+            integrity_violations=totals.integrity_violations,
+        )

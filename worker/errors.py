@@ -1,0 +1,20 @@
+"""The exceptions of this package.
+
+    WorkerError
+    |-- SettingsError      a setting that cannot work; names it
+    `-- RedisSetupError    the Redis behind the URL can't be used
+
+`worker.model.errors.ModelError` is about checkpoints.
+"""
+
+
+class WorkerError(Exception):
+    """A worker cannot go on; the message is one clear line."""
+
+
+class SettingsError(WorkerError):
+    """A setting that cannot work."""
+
+
+class RedisSetupError(WorkerError):
+    """Redis is unreachable at start, or configured so that it would lose jobs."""

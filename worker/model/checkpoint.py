@@ -1,0 +1,82 @@
+"""What the loader asks of a checkpoint, whatever its format: each tensor by its role, exactly once, and nothing left over."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from protocol.model_card import TokenizerSpec
+from worker.model.config import ModelConfig
+from worker.model.errors import ModelError
+from worker.model.tensors import Rows
+
+LAYER_ROLES = ("attn_norm", "q", "k", "v", "o", "ffn_norm", "gate", "up", "down")
+
+
+class TensorSource(Protocol):
+    """A file format's part: tensors by the names that the format gives them."""
+
+    label: str
+
+    def names(self) -> Iterable[str]:
+        """All tensors in the checkpoint."""
+        ...
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Rows:
+        """One tensor, checked to have this shape; raises ModelError."""
+        ...
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """An opened checkpoint. `tensor_name` gives the format's name for (role, layer); `ignored` names hold nothing that is needed."""
+
+    config: ModelConfig
+    tokenizer: TokenizerSpec
+    source: TensorSource
+    tensor_name: Callable[[str, int | None], str]
+    digest: str
+    label: str
+    rope_factors_name: str | None = None
+    ignored: frozenset[str] = frozenset()
+    _taken: set[str] = field(default_factory=set)
+
+    def has(self, role: str) -> bool:
+        """Whether a tensor without a layer is there."""
+        return self.tensor_name(role, None) in set(self.source.names())
+
+    def matrix(self, role: str, layer: int | None, shape: tuple[int, int]) -> Rows:
+        """A matrix, as it's stored."""
+        return self._take(self.tensor_name(role, layer), shape)
+
+    def vector(self, role: str, layer: int | None, size: int) -> torch.Tensor:
+        """An unquantized vector, float32."""
+        return self._vector(self.tensor_name(role, layer), size)
+
+    def rope_factors(self) -> torch.Tensor | None:
+        """Divisors of the rotary frequencies [head_dim / 2], if the checkpoint stores them."""
+        if self.rope_factors_name is None or self.rope_factors_name not in set(self.source.names()):
+            return None
+        return self._vector(self.rope_factors_name, self.config.head_dim // 2)
+
+    def finish(self) -> None:
+        """Raise ModelError if the checkpoint holds a tensor that nobody asked for."""
+        unknown = sorted(set(self.source.names()) - self._taken - self.ignored)
+        if unknown:
+            raise ModelError(f"{self.label}: unknown tensor {unknown[0]!r} ({len(unknown)} in all)")
+
+    def _vector(self, name: str, size: int) -> torch.Tensor:
+        values = self._take(name, (size,))
+        if not isinstance(values, torch.Tensor):
+            raise ModelError(f"{self.label}: tensor {name!r} is quantized; a vector of f32, f16 or bf16 is expected")
+        if not bool(torch.isfinite(values).all()):
+            raise ModelError(f"{self.label}: tensor {name!r} has values that are not finite")
+        return values.float()
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> Rows:
+        if name in self._taken:
+            raise ModelError(f"{self.label}: tensor {name!r} is used twice")
+        rows = self.source.read(name, shape)
+        self._taken.add(name)
+        return rows

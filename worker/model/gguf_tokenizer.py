@@ -1,0 +1,107 @@
+"""The tokenizer in a GGUF file's metadata as a TokenizerSpec."""
+
+from typing import Any
+
+from protocol.model_card import TokenizerSpec
+from worker.model.errors import ModelError
+from worker.model.tokenizer_json import byte_level_bpe, sentencepiece_bpe
+
+_CONTROL, _USER_DEFINED, _UNKNOWN = 3, 4, 2
+# Tokens that end a turn in chat formats whose files name only one end-of-text token.
+_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
+_DEFAULT_ADD_BOS = {"llama": True, "gpt2": False}
+
+
+class _Metadata:
+    """Checked access to `tokenizer.*` metadata."""
+
+    def __init__(self, metadata: dict[str, Any], vocab_size: int, label: str) -> None:
+        self._metadata = metadata
+        self.vocab_size = vocab_size
+        self.label = label
+
+    def error(self, problem: str) -> ModelError:
+        return ModelError(f"{self.label}: {problem}")
+
+    def optional(self, name: str, kind: type) -> Any:
+        value = self._metadata.get("tokenizer." + name)
+        if value is not None and type(value) is not kind:
+            raise self.error(f"metadata 'tokenizer.{name}' must be {kind.__name__}, got {type(value).__name__}")
+        return value
+
+    def items(self, name: str, kind: type, count: int | None) -> list[Any]:
+        values = self.optional(name, list)
+        if values is None:
+            raise self.error(f"metadata 'tokenizer.{name}' is missing")
+        if count is not None and len(values) != count:
+            raise self.error(f"metadata 'tokenizer.{name}' has {len(values)} entries, expected {count}")
+        if any(type(value) is not kind for value in values):
+            raise self.error(f"metadata 'tokenizer.{name}' must hold {kind.__name__} only")
+        return list(values)
+
+    def token_id(self, name: str) -> int | None:
+        value = self.optional(name, int)
+        if value is not None and not 0 <= value < self.vocab_size:
+            raise self.error(f"metadata 'tokenizer.{name}' {value} is outside the vocabulary")
+        return None if value is None else int(value)
+
+
+def tokenizer_from_metadata(metadata: dict[str, Any], vocab_size: int, label: str) -> TokenizerSpec:
+    """Convert; raises ModelError for a kind of tokenizer that isn't known here."""
+    fields = _Metadata(metadata, vocab_size, label)
+    model = fields.optional("ggml.model", str)
+    tokens = fields.items("ggml.tokens", str, vocab_size)
+    if len(set(tokens)) != len(tokens):
+        raise fields.error("the vocabulary has a token twice")
+    types = fields.items("ggml.token_type", int, vocab_size)
+    if model == "gpt2":
+        document = _byte_level(fields, tokens)
+    elif model == "llama":
+        document = _sentencepiece(fields, tokens, types)
+    else:
+        raise fields.error(f"tokenizer model {model!r} is not supported (gpt2 and llama are)")
+    add_bos = fields.optional("ggml.add_bos_token", bool)
+    bos = fields.token_id("ggml.bos_token_id")
+    return TokenizerSpec(
+        tokenizer_json=document,
+        control_tokens=tuple(
+            (token, index)
+            for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
+            if kind in (_CONTROL, _USER_DEFINED) and token
+        ),
+        chat_template=fields.optional("chat_template", str),
+        bos_token_id=bos,
+        add_bos=bos is not None and (_DEFAULT_ADD_BOS[model] if add_bos is None else add_bos),
+        eos_token_ids=_eos(fields, tokens, types),
+        vocab_size=vocab_size,
+    )
+
+
+def _eos(fields: _Metadata, tokens: list[str], types: list[int]) -> tuple[int, ...]:
+    named = {fields.token_id(f"ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
+    turns = {i for i, token in enumerate(tokens) if token in _END_OF_TURN and types[i] in (_CONTROL, _USER_DEFINED)}
+    return tuple(sorted({index for index in named if index is not None} | turns))
+
+
+def _byte_level(fields: _Metadata, tokens: list[str]) -> str:
+    merges = []
+    for merge in fields.items("ggml.merges", str, None):
+        left, space, right = merge.partition(" ")
+        if not space or not left or not right:
+            raise fields.error("a tokenizer merge is not two tokens")
+        merges.append((left, right))
+    try:
+        return byte_level_bpe(tokens, merges, fields.optional("ggml.pre", str) or "gpt-2")
+    except ValueError as error:
+        raise fields.error(str(error)) from None
+
+
+def _sentencepiece(fields: _Metadata, tokens: list[str], types: list[int]) -> str:
+    scores = fields.items("ggml.scores", float, len(tokens))
+    if _UNKNOWN not in types:
+        raise fields.error("the vocabulary has no unknown token")
+    prefix = fields.optional("ggml.add_space_prefix", bool)
+    # Control tokens take no part in merges: their text never becomes their id.
+    mergeable = [score if kind == 1 else -1e30 for score, kind in zip(scores, types, strict=True)]
+    unknown = tokens[types.index(_UNKNOWN)]
+    return sentencepiece_bpe(tokens, mergeable, unknown, add_space_prefix=prefix is not False)

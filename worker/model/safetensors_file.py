@@ -1,0 +1,208 @@
+"""A folder in Hugging Face's layout (config.json, *.safetensors, tokenizer.json) as a checkpoint. Nothing outside the folder is opened."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from worker.model.checkpoint import Checkpoint
+from worker.model.config import ModelConfig, RopeScaling
+from worker.model.errors import ModelError
+from worker.model.folder_tokenizer import tokenizer_from_folder
+from worker.model.tensors import Rows
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm", "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "gate": "mlp.gate_proj", "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}  # fmt: skip
+_NAMES = {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON object in the folder; raises ModelError."""
+    path = folder / name
+    try:
+        value = json.loads(inside(folder, name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {type(error).__name__}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: must be a JSON object")
+    return value
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file that lies in the folder itself, links followed; raises ModelError for any other."""
+    path = folder / name
+    if Path(name).name != name or path.resolve().parent != folder.resolve():
+        raise ModelError(f"{folder}: {name!r} lies outside the model folder")
+    return path
+
+
+class SafetensorsSource:
+    """Tensors of one or more safetensors files."""
+
+    def __init__(self, folder: Path, files: list[Path], index: dict[str, str] | None) -> None:
+        self.label = str(folder)
+        self._files = {file.name: self._open(file) for file in files}
+        self._places: dict[str, str] = {}
+        for file_name, file in self._files.items():
+            for name in file.keys():
+                if name in self._places:
+                    raise ModelError(f"{folder}: tensor {name!r} is in {self._places[name]} and in {file_name}")
+                self._places[name] = file_name
+        for name, file_name in (index or {}).items():
+            if self._places.get(name) != file_name:
+                raise ModelError(f"{folder}: tensor {name!r} is not in {file_name}, where the index says")
+
+    @staticmethod
+    def _open(file: Path) -> Any:
+        try:
+            return safe_open(file, framework="pt")
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelError(f"{file}: cannot be read: {error}") from None
+
+    def names(self) -> Iterable[str]:
+        """All tensors."""
+        return self._places
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Rows:
+        """A tensor in its own precision."""
+        file_name = self._places.get(name)
+        if file_name is None:
+            raise ModelError(f"{self.label}: tensor {name!r} is missing")
+        tensor = self._files[file_name].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{self.label}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
+        if tensor.dtype not in _DTYPES:
+            raise ModelError(f"{self.label}: tensor {name!r} has type {tensor.dtype}, which is not supported")
+        return tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(tensor)
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    """Read configuration and tokenizer, and check that all shards are there. Raises ModelError."""
+    raw = read_json(folder, "config.json")
+    config = _config(raw, folder)
+    files, index = _files(folder)
+    ignored = frozenset({_NAMES["head"]} if config.tie_embeddings else ())
+    rotary = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers)}
+    return Checkpoint(
+        config=config,
+        tokenizer=tokenizer_from_folder(folder, config.vocab_size, raw),
+        source=SafetensorsSource(folder, files, index),
+        tensor_name=_tensor_name,
+        digest=_digest(folder, files),
+        label=str(folder),
+        ignored=ignored | rotary,
+    )
+
+
+def _tensor_name(role: str, layer: int | None) -> str:
+    return _NAMES[role] if layer is None else f"model.layers.{layer}.{_LAYER_NAMES[role]}.weight"
+
+
+def _files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+    if (folder / _INDEX).exists():
+        index = read_json(folder, _INDEX).get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()) or not index:
+            raise ModelError(f"{folder / _INDEX}: has no weight_map")
+        files = [inside(folder, name) for name in sorted(set(index.values()))]
+        for file in files:
+            if not file.is_file():
+                raise ModelError(f"{file}: is in the index, but not in the folder")
+        return files, index
+    single = inside(folder, _SINGLE)
+    if not single.is_file():
+        raise ModelError(f"{folder}: has neither {_SINGLE} nor {_INDEX}")
+    return [single], None
+
+
+def _digest(folder: Path, files: list[Path]) -> str:
+    """A hash over the names and contents of everything that the model is made of."""
+    total = hashlib.sha256()
+    for file in [folder / "config.json", folder / "tokenizer.json", *files]:
+        with file.open("rb") as opened:
+            total.update(file.name.encode() + b"\0" + hashlib.file_digest(opened, "sha256").digest())
+    return total.hexdigest()
+
+
+class _Fields:
+    """Typed look-ups in config.json."""
+
+    def __init__(self, raw: dict[str, Any], label: str) -> None:
+        self._raw = raw
+        self.label = label
+
+    def get(self, name: str, kind: type, default: Any = None) -> Any:
+        value = self._raw.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"{self.label}: {name} is missing")
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise ModelError(f"{self.label}: {name} must be {kind.__name__}, got {type(value).__name__}")
+        return value
+
+
+def _config(raw: dict[str, Any], folder: Path) -> ModelConfig:
+    fields = _Fields(raw, str(folder / "config.json"))
+    architecture = fields.get("model_type", str)
+    if architecture != "llama":
+        raise ModelError(f"{fields.label}: model_type {architecture!r} is not supported (llama is)")
+    for name in ("attention_bias", "mlp_bias"):
+        if fields.get(name, bool, False):
+            raise ModelError(f"{fields.label}: {name} is not supported")
+    if fields.get("hidden_act", str, "silu") != "silu":
+        raise ModelError(f"{fields.label}: hidden_act {raw['hidden_act']!r} is not supported (silu is)")
+    if raw.get("quantization_config") is not None:
+        raise ModelError(f"{fields.label}: quantization_config is not supported for safetensors")
+    num_heads, hidden_size = fields.get("num_attention_heads", int), fields.get("hidden_size", int)
+    if num_heads < 1:
+        raise ModelError(f"{fields.label}: num_heads {num_heads} is out of range")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ModelError(f"{fields.label}: rope_scaling must be an object")
+    config = ModelConfig(
+        architecture=architecture,
+        num_layers=fields.get("num_hidden_layers", int),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=fields.get("num_key_value_heads", int, num_heads),
+        head_dim=fields.get("head_dim", int, hidden_size // num_heads),
+        ffn_size=fields.get("intermediate_size", int),
+        vocab_size=fields.get("vocab_size", int),
+        context_length=fields.get("max_position_embeddings", int),
+        rms_eps=fields.get("rms_norm_eps", float, 1e-6),
+        rope_theta=fields.get("rope_theta", float, _Fields(rope, fields.label).get("rope_theta", float, 10000.0)),
+        rope_scaling=_rope_scaling(_Fields(rope, fields.label)),
+        tie_embeddings=fields.get("tie_word_embeddings", bool, False),
+    )
+    config.check(fields.label)
+    return config
+
+
+def _rope_scaling(rope: _Fields) -> RopeScaling | None:
+    kind = rope.get("rope_type", str, rope.get("type", str, "default"))
+    if kind == "default":
+        return None
+    if kind not in ("linear", "llama3"):
+        raise ModelError(f"{rope.label}: rope scaling {kind!r} is not supported (default, linear and llama3 are)")
+    factor = rope.get("factor", float)
+    if not 1.0 <= factor <= 1e4:
+        raise ModelError(f"{rope.label}: rope scaling factor {factor} is out of range")
+    if kind == "linear":
+        return RopeScaling("linear", factor)
+    low, high = rope.get("low_freq_factor", float), rope.get("high_freq_factor", float)
+    if not 0 < low < high:
+        raise ModelError(f"{rope.label}: low_freq_factor must lie between 0 and high_freq_factor")
+    return RopeScaling("llama3", factor, low, high, rope.get("original_max_position_embeddings", int))

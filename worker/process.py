@@ -1,0 +1,206 @@
+"""One worker, composed: model, engine thread, and the tasks that join it to Redis.
+
+Life: load the model, join the group, beat, consume. On SIGTERM or SIGINT: take no more jobs, finish those it has within the grace
+time, end the rest with an error, leave. A second signal ends the grace time.
+"""
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+from kernels.backend import describe, resolve
+from kernels.kv_pool import KvPool
+from protocol.ids import ModelName
+from protocol.model_card import ModelCard
+from worker.cache.namespace import NamespaceRing
+from worker.consumer import NETWORK_ERRORS, Consumer, InFlight, watch_cancels
+from worker.engine import Engine, EngineParts
+from worker.engine_thread import EngineThread
+from worker.heartbeat import Heartbeat
+from worker.model.load import LoadedModel, load_model
+from worker.model.token_bytes import token_bytes
+from worker.outgoing import Outgoing
+from worker.publisher import Publisher
+from worker.reaper import Reaper
+from worker.redis_link import RedisLink, open_redis
+from worker.settings import WorkerSettings
+
+_log = structlog.get_logger(__name__)
+
+# The engine thread comes back from native code 30 times a layer stack; with the default of 5 ms it would wait for the event loop
+# each time that one is busy.
+THREAD_SWITCH_S = 0.0005
+CANCEL_SETTLE_S = 5.0
+
+
+async def run(settings: WorkerSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises WorkerError, ModelError or KernelError if it cannot start."""
+    stopping = _Signals()
+    sys.setswitchinterval(THREAD_SWITCH_S)
+    backend = resolve(settings.kernels)
+    async with open_redis(settings.redis_url, settings.key_prefix) as link:
+        started = time.monotonic()
+        loaded = await asyncio.to_thread(load_model, settings.model_path, backend)
+        if stopping.is_set():
+            return
+        kv = _kv_pool(loaded, settings)
+        _log.info(
+            "model_loaded",
+            model=settings.model_name,
+            seconds=round(time.monotonic() - started, 2),
+            kv_dtype=settings.kv_dtype,
+            kv_bytes=kv.nbytes,
+            integrity=settings.integrity,
+            **describe(backend),
+        )
+        await _Worker(link, settings, loaded, kv).serve(stopping)
+
+
+class _Signals:
+    """SIGTERM and SIGINT as an event, from the first line on: a signal during loading counts too."""
+
+    def __init__(self) -> None:
+        self._first = asyncio.Event()
+        self._second = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        (self._second if self._first.is_set() else self._first).set()
+
+    def is_set(self) -> bool:
+        """Whether to stop."""
+        return self._first.is_set()
+
+    async def wait(self) -> None:
+        """Until the first signal."""
+        await self._first.wait()
+
+    async def wait_again(self) -> None:
+        """Until the second signal."""
+        await self._second.wait()
+
+
+class _Worker:
+    """The running parts."""
+
+    def __init__(self, link: RedisLink, settings: WorkerSettings, loaded: LoadedModel, kv: KvPool) -> None:
+        self._settings = settings
+        self._in_flight = InFlight(settings.max_sequences)
+        self._is_draining = False
+        card = model_card(loaded, settings)
+        engine = _engine(loaded, kv, settings, card.max_request_tokens)
+        self._engine = EngineThread(engine, self._deliver)
+        self._publisher = Publisher(link, card.name, self._on_sent, self._engine.cancel)
+        self._consumer = Consumer(
+            link, card.name, settings.worker_id, settings.job_signing_key, self._engine, self._in_flight
+        )
+        self._heartbeat = Heartbeat(link, card, self._engine, settings, lambda: self._is_draining)
+        self._reaper = Reaper(link, card.name, settings)
+        self._link = link
+        self._model = ModelName(card.name)
+        self._loop = asyncio.get_running_loop()
+
+    async def serve(self, stopping: _Signals) -> None:
+        """Take jobs until told to stop, then drain. An error in one of the tasks ends the worker."""
+        await self._consumer.join_group()
+        self._engine.start()
+        await self._heartbeat.beat()
+        _log.info("worker_ready", worker_id=self._settings.worker_id, model=self._model)
+        async with asyncio.TaskGroup() as tasks:
+            consuming = tasks.create_task(self._consumer.run(), name="consumer")
+            others = [
+                tasks.create_task(job, name=name)
+                for name, job in (
+                    ("cancels", watch_cancels(self._link, self._model, self._engine)),
+                    ("publisher", self._publisher.run()),
+                    ("heartbeat", self._heartbeat.run()),
+                    ("reaper", self._reaper.run()),
+                )
+            ]
+            await stopping.wait()
+            self._is_draining = True
+            consuming.cancel()
+            await self._drain(stopping)
+            for task in others:
+                task.cancel()
+        await self._leave()
+
+    async def _drain(self, stopping: _Signals) -> None:
+        _log.info("worker_draining", jobs=len(self._in_flight))
+        await _first_of(
+            self._in_flight.wait_until_empty(), stopping.wait_again(), timeout_s=self._settings.drain_grace_s
+        )
+        if len(self._in_flight):
+            self._engine.fail_all("the worker was stopped before the request was complete")
+            await _first_of(self._in_flight.wait_until_empty(), timeout_s=CANCEL_SETTLE_S)
+
+    async def _leave(self) -> None:
+        self._engine.stop(timeout_s=CANCEL_SETTLE_S)
+        try:
+            await self._heartbeat.leave()
+        except NETWORK_ERRORS as error:
+            _log.warning("worker_left_without_redis", error=type(error).__name__)
+        _log.info("worker_stopped", unfinished_jobs=len(self._in_flight))
+
+    def _deliver(self, replies: list[Outgoing]) -> None:
+        """Called in the engine's thread."""
+        self._loop.call_soon_threadsafe(self._publisher.put, replies)
+
+    def _on_sent(self, replies: list[Outgoing]) -> None:
+        self._engine.published()
+        for reply in replies:
+            if reply.is_terminal:
+                self._in_flight.ended(reply)
+
+
+async def _first_of(*waits: Coroutine[Any, Any, None], timeout_s: float) -> None:
+    """Until one of them is done or the time is up."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _kv_pool(loaded: LoadedModel, settings: WorkerSettings) -> KvPool:
+    layout = loaded.kv_layout(settings.num_pages, settings.page_size, settings.kv_dtype)
+    return KvPool.allocate(layout)
+
+
+def model_card(loaded: LoadedModel, settings: WorkerSettings) -> ModelCard:
+    """What gateways are told of the model."""
+    config = loaded.config
+    return ModelCard(
+        name=settings.model_name,
+        digest=loaded.digest,
+        architecture=config.architecture,
+        context_length=config.context_length,
+        max_request_tokens=min(config.context_length, settings.num_pages * settings.page_size),
+        tokenizer=loaded.tokenizer,
+        created_s=int(settings.model_path.stat().st_mtime),
+        kv_dtype=settings.kv_dtype,
+    )
+
+
+def _engine(loaded: LoadedModel, kv: KvPool, settings: WorkerSettings, max_request_tokens: int) -> Engine:
+    kv_format = f"{settings.kv_dtype}/page{settings.page_size}/scales-1.0/v1"
+    parts = EngineParts(
+        model=loaded.model,
+        kv=kv,
+        namespaces=NamespaceRing(settings.namespace_secret, loaded.digest, kv_format),
+        token_bytes=tuple(token_bytes(loaded.tokenizer)),
+        eos_token_ids=frozenset(loaded.tokenizer.eos_token_ids),
+        max_request_tokens=max_request_tokens,
+        worker_id=settings.worker_id,
+        checks_leases=settings.integrity != "off",
+        now=time.monotonic,
+        now_ms=lambda: time.time_ns() // 1_000_000,
+    )
+    return Engine(parts, settings.max_sequences, settings.step_tokens)
