@@ -178,7 +178,7 @@ def down(arguments: Namespace) -> None:
         return
     supervisor = int(stack.get("supervisor") or 0)
     if _is_ours(stack, supervisor):
-        os.kill(supervisor, signal.SIGTERM)
+        os.kill(int(supervisor or 0), signal.SIGTERM)
         _wait_until_gone(stack, [supervisor], DOWN_TIMEOUT_S)
     # Without a supervisor, what may be left was told to end by the kernel; make sure, in the same order.
     pids = stack.get("pids") or {}

@@ -24,7 +24,7 @@ constexpr int kLanes = 16;
 constexpr int kQuad = 4;              // columns in one 32-bit lane
 constexpr int64_t kRowBlock = 128;    // activation rows that stay in the cache while weights stream by
 constexpr int64_t kRange = 128;       // keys in one range of attention; ranges are merged in order
-constexpr int64_t kRowTile = 16;      // rows of one sequence that share converted keys and values
+constexpr int64_t kRowTile = 32;      // rows of one sequence that share converted keys and values
 
 struct alignas(64) Floats {
     float v[kLanes];
@@ -33,6 +33,62 @@ struct alignas(64) Floats {
 struct alignas(64) Ints {
     int32_t v[kLanes];
 };
+
+// 16 floats in registers. Every operation rounds as its scalar form does, lane by lane.
+#if defined(__AVX512F__)
+struct V16 {
+    __m512 v;
+    static V16 zero() { return {_mm512_setzero_ps()}; }
+    static V16 load(const float* from) { return {_mm512_loadu_ps(from)}; }
+    static V16 all(float value) { return {_mm512_set1_ps(value)}; }
+    void store(float* to) const { _mm512_storeu_ps(to, v); }
+    void add_product(V16 a, V16 b) { v = _mm512_fmadd_ps(a.v, b.v, v); }
+    V16 times(V16 a) const { return {_mm512_mul_ps(v, a.v)}; }
+};
+constexpr int kQueries = 4;  // query rows that share a loaded vector of keys or values
+#elif defined(__AVX2__)
+struct V16 {
+    __m256 a, b;
+    static V16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+    static V16 load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+    static V16 all(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+    void store(float* to) const {
+        _mm256_storeu_ps(to, a);
+        _mm256_storeu_ps(to + 8, b);
+    }
+    void add_product(V16 x, V16 y) {
+        a = _mm256_fmadd_ps(x.a, y.a, a);
+        b = _mm256_fmadd_ps(x.b, y.b, b);
+    }
+    V16 times(V16 x) const { return {_mm256_mul_ps(a, x.a), _mm256_mul_ps(b, x.b)}; }
+};
+constexpr int kQueries = 1;
+#else
+struct V16 {
+    float v[kLanes];
+    static V16 zero() { return V16{}; }
+    static V16 load(const float* from) {
+        V16 to;
+        std::memcpy(to.v, from, sizeof to.v);
+        return to;
+    }
+    static V16 all(float value) {
+        V16 to;
+        for (float& lane : to.v) lane = value;
+        return to;
+    }
+    void store(float* to) const { std::memcpy(to, v, sizeof v); }
+    void add_product(const V16& a, const V16& b) {
+        for (int i = 0; i < kLanes; ++i) v[i] = __builtin_fmaf(a.v[i], b.v[i], v[i]);
+    }
+    V16 times(const V16& a) const {
+        V16 to;
+        for (int i = 0; i < kLanes; ++i) to.v[i] = v[i] * a.v[i];
+        return to;
+    }
+};
+constexpr int kQueries = 1;
+#endif
 
 inline float bf16_to_float(uint16_t bits) {
     const uint32_t wide = static_cast<uint32_t>(bits) << 16;
@@ -578,45 +634,112 @@ struct Tile {
 struct Scratch {
     std::vector<float> keys;    // [head_dim, kRange], one column for each key
     std::vector<float> values;  // [kRange, head_dim]
-    std::vector<float> scores;  // [kRange]
-    std::vector<float> part;    // [head_dim]
+    std::vector<float> scores;  // [kQueries, kRange]
+    std::vector<float> parts;   // [kQueries, head_dim]
 };
 
 inline float stored(const uint8_t* base, KvType type, int64_t index) {
     return type == KvType::bf16 ? bf16_to_float(reinterpret_cast<const uint16_t*>(base)[index]) : e4m3_to_float(base[index]);
 }
 
+// 16 stored elements as floats.
+template <KvType kType>
+inline void load_stored(const uint8_t* base, int64_t index, float* to) {
+    for (int i = 0; i < kLanes; ++i) to[i] = stored(base, kType, index + i);
+}
+
+// Columns [first, first + 16) of 16 keys' rows into 16 rows of the key table. Null stands for a row of zeros.
+template <KvType kType>
+inline void transpose_block(const uint8_t* k, const int64_t* rows, int64_t first, float* to) {
+#if defined(__AVX512F__)
+    __m512 r[16], t[16];
+    for (int i = 0; i < 16; ++i) {
+        if (rows[i] < 0) {
+            r[i] = _mm512_setzero_ps();
+        } else if constexpr (kType == KvType::bf16) {
+            const auto* from = reinterpret_cast<const __m256i*>(reinterpret_cast<const uint16_t*>(k) + rows[i] + first);
+            r[i] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from)), 16));
+        } else {
+            alignas(64) float row[kLanes];
+            load_stored<kType>(k, rows[i] + first, row);
+            r[i] = _mm512_load_ps(row);
+        }
+    }
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    const auto low = [](__m512 a, __m512 b) { return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); };
+    const auto high = [](__m512 a, __m512 b) { return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); };
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = low(t[i], t[i + 2]);
+        r[i + 1] = high(t[i], t[i + 2]);
+        r[i + 2] = low(t[i + 1], t[i + 3]);
+        r[i + 3] = high(t[i + 1], t[i + 3]);
+    }
+    // r[4 i + j] holds, in its 128-bit lane l, column 4 l + j of rows 4 i .. 4 i + 3.
+    for (int j = 0; j < 4; ++j) {
+        const __m512 a = _mm512_shuffle_f32x4(r[j], r[4 + j], 0x88), b = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0x88);
+        const __m512 c = _mm512_shuffle_f32x4(r[j], r[4 + j], 0xdd), d = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0xdd);
+        _mm512_storeu_ps(to + j * kRange, _mm512_shuffle_f32x4(a, b, 0x88));
+        _mm512_storeu_ps(to + (4 + j) * kRange, _mm512_shuffle_f32x4(c, d, 0x88));
+        _mm512_storeu_ps(to + (8 + j) * kRange, _mm512_shuffle_f32x4(a, b, 0xdd));
+        _mm512_storeu_ps(to + (12 + j) * kRange, _mm512_shuffle_f32x4(c, d, 0xdd));
+    }
+#else
+    for (int i = 0; i < kLanes; ++i) {
+        float row[kLanes] = {};
+        if (rows[i] >= 0) load_stored<kType>(k, rows[i] + first, row);
+        for (int j = 0; j < kLanes; ++j) to[j * kRange + i] = row[j];
+    }
+#endif
+}
+
+// Keys [begin, end) of a sequence and kv head: keys by columns, values by rows, both as floats.
 template <KvType kType>
 void load_range(const AttentionCall& call, const KvLayer& layer, int64_t sequence, int64_t kv_head, int64_t begin, int64_t end,
                 Scratch& scratch) {
-    const int64_t dim = layer.head_dim;
+    const int64_t dim = layer.head_dim, whole = dim / kLanes * kLanes;
     const int32_t* pages = call.page_table + sequence * call.max_pages;
-    alignas(64) float row[256];
-    for (int64_t key = begin; key < end; ++key) {
-        const int64_t page = pages[key / layer.page_size];
-        const int64_t index = ((page * layer.num_kv_heads + kv_head) * layer.page_size + key % layer.page_size) * dim;
-        for (int64_t i = 0; i < dim; ++i) row[i] = stored(layer.k, kType, index + i);
-        for (int64_t i = 0; i < dim; ++i) scratch.keys[i * kRange + key - begin] = row[i];
-        float* values = &scratch.values[(key - begin) * dim];
-        for (int64_t i = 0; i < dim; ++i) values[i] = stored(layer.v, kType, index + i);
+    for (int64_t block = begin; block < end; block += kLanes) {
+        int64_t rows[kLanes];  // where each key's row begins, -1 beyond the end
+        for (int64_t i = 0; i < kLanes; ++i) {
+            const int64_t key = block + i;
+            rows[i] = -1;
+            if (key >= end) continue;
+            const int64_t page = pages[key / layer.page_size];
+            rows[i] = ((page * layer.num_kv_heads + kv_head) * layer.page_size + key % layer.page_size) * dim;
+            float* values = &scratch.values[(key - begin) * dim];
+            for (int64_t j = 0; j < whole; j += kLanes) load_stored<kType>(layer.v, rows[i] + j, values + j);
+            for (int64_t j = whole; j < dim; ++j) {
+                values[j] = stored(layer.v, kType, rows[i] + j);
+                scratch.keys[j * kRange + key - begin] = stored(layer.k, kType, rows[i] + j);
+            }
+        }
+        for (int64_t j = 0; j < whole; j += kLanes) {
+            transpose_block<kType>(layer.k, rows, j, &scratch.keys[j * kRange + block - begin]);
+        }
     }
 }
 
-// Scores of keys [first, last) of the loaded range for one query; the other places are not written.
-inline void score_range(const float* q, float scale, int64_t dim, const Scratch& scratch, int64_t last, float* scores) {
+// Scores of keys [0, last) for kCount queries. Up to 63 places behind are written too, with numbers that mean nothing.
+template <int kCount>
+inline void score_range(const float* const* q, float scale, int64_t dim, const Scratch& scratch, int64_t last, float* scores) {
     for (int64_t key = 0; key < last; key += 4 * kLanes) {
-        Floats sum[4] = {};
+        V16 sum[kCount][4];
+        for (auto& row : sum) {
+            for (auto& part : row) part = V16::zero();
+        }
         for (int64_t i = 0; i < dim; ++i) {
             const float* column = &scratch.keys[i * kRange + key];
-            const float value = q[i];
-            for (int j = 0; j < 4; ++j) {
-                for (int l = 0; l < kLanes; ++l) {
-                    sum[j].v[l] = __builtin_fmaf(value, column[j * kLanes + l], sum[j].v[l]);
-                }
+            const V16 keys[4] = {V16::load(column), V16::load(column + 16), V16::load(column + 32), V16::load(column + 48)};
+            for (int r = 0; r < kCount; ++r) {
+                const V16 value = V16::all(q[r][i]);
+                for (int j = 0; j < 4; ++j) sum[r][j].add_product(value, keys[j]);
             }
         }
-        for (int j = 0; j < 4; ++j) {
-            for (int l = 0; l < kLanes; ++l) scores[key + j * kLanes + l] = sum[j].v[l] * scale;
+        for (int r = 0; r < kCount; ++r) {
+            for (int j = 0; j < 4; ++j) sum[r][j].times(V16::all(scale)).store(scores + r * kRange + key + j * kLanes);
         }
     }
 }
@@ -643,24 +766,47 @@ inline void soften(float* scores, int64_t first, int64_t last, float* maximum, f
     *sum = has_nan ? top : sum_lanes(total);
 }
 
-inline void weigh_values(const float* weights, int64_t first, int64_t last, int64_t dim, const Scratch& scratch, float* out) {
+// Adds keys [first, last) of kCount queries to sums over 64 dimensions.
+template <int kCount>
+inline void add_values(const float* weights, const float* values, int64_t first, int64_t last, int64_t dim, V16 (*sum)[4]) {
+    for (int64_t key = first; key < last; ++key) {
+        const float* row = values + key * dim;
+        const V16 parts[4] = {V16::load(row), V16::load(row + 16), V16::load(row + 32), V16::load(row + 48)};
+        for (int r = 0; r < kCount; ++r) {
+            const V16 weight = V16::all(weights[r * kRange + key]);
+            for (int j = 0; j < 4; ++j) sum[r][j].add_product(weight, parts[j]);
+        }
+    }
+}
+
+// Weighted sums of the values of keys [first[r], last[r]), in the order of the keys, for kCount queries: out [kCount, dim].
+template <int kCount>
+inline void weigh_values(const float* weights, const int64_t* first, const int64_t* last, int64_t dim, const Scratch& scratch,
+                         float* out) {
+    const int64_t common_first = *std::max_element(first, first + kCount);
+    const int64_t common_last = std::max(common_first, *std::min_element(last, last + kCount));
     int64_t i = 0;
     for (; i + 4 * kLanes <= dim; i += 4 * kLanes) {
-        Floats sum[4] = {};
-        for (int64_t key = first; key < last; ++key) {
-            const float* values = &scratch.values[key * dim + i];
-            for (int j = 0; j < 4; ++j) {
-                for (int l = 0; l < kLanes; ++l) {
-                    sum[j].v[l] = __builtin_fmaf(weights[key], values[j * kLanes + l], sum[j].v[l]);
-                }
-            }
+        V16 sum[kCount][4];
+        const float* values = scratch.values.data() + i;
+        for (int r = 0; r < kCount; ++r) {
+            for (auto& part : sum[r]) part = V16::zero();
+            add_values<1>(weights + r * kRange, values, first[r], std::min(common_first, last[r]), dim, sum + r);
         }
-        std::memcpy(out + i, sum, sizeof sum);
+        add_values<kCount>(weights, values, common_first, std::min(common_last, *std::min_element(last, last + kCount)), dim, sum);
+        for (int r = 0; r < kCount; ++r) {
+            add_values<1>(weights + r * kRange, values, std::max(first[r], std::min(common_last, last[r])), last[r], dim, sum + r);
+            for (int j = 0; j < 4; ++j) sum[r][j].store(out + r * dim + i + j * kLanes);
+        }
     }
     for (; i < dim; ++i) {
-        float sum = 0.0f;
-        for (int64_t key = first; key < last; ++key) sum = __builtin_fmaf(weights[key], scratch.values[key * dim + i], sum);
-        out[i] = sum;
+        for (int r = 0; r < kCount; ++r) {
+            float sum = 0.0f;
+            for (int64_t key = first[r]; key < last[r]; ++key) {
+                sum = __builtin_fmaf(weights[r * kRange + key], scratch.values[key * dim + i], sum);
+            }
+            out[r * dim + i] = sum;
+        }
     }
 }
 
@@ -718,30 +864,50 @@ private:
         const int64_t dim = layer_.head_dim, begin = r * kRange, end = std::min(tile.num_keys, begin + kRange);
         scratch.keys.resize(static_cast<size_t>(dim * kRange));
         scratch.values.resize(static_cast<size_t>(dim * kRange));
-        scratch.scores.resize(kRange);
-        scratch.part.resize(static_cast<size_t>(dim));
+        scratch.scores.resize(kQueries * kRange);
+        scratch.parts.resize(static_cast<size_t>(kQueries * dim));
         load_range<kType>(call_, layer_, call_.row_sequence[tile.first_row], kv_head, begin, end, scratch);
-        const float scale = call_.softmax_scale * layer_.k_scale[kv_head];
-        for (int64_t row = 0; row < tile.num_rows; ++row) {
-            const int64_t position = call_.row_position[tile.first_row + row];
-            const int64_t last = std::min(end, position + 1) - begin;
+        const int64_t count = tile.num_rows * ratio_;
+        int64_t query = 0;
+        for (; query + kQueries <= count; query += kQueries) {
+            queries<kQueries>(tile, kv_head, begin, end, query, states, merges, scratch);
+        }
+        for (; query < count; ++query) queries<1>(tile, kv_head, begin, end, query, states, merges, scratch);
+    }
+
+    // Queries [query, query + kCount) of a tile over the loaded range; query = row * ratio + head within the group.
+    template <int kCount>
+    void queries(const Tile& tile, int64_t kv_head, int64_t begin, int64_t end, int64_t query, float* states, bool merges,
+                 Scratch& scratch) const {
+        const int64_t dim = layer_.head_dim;
+        const float* q[kCount];
+        int64_t first[kCount], last[kCount], furthest = 0;
+        for (int r = 0; r < kCount; ++r) {
+            const int64_t row = tile.first_row + (query + r) / ratio_, head = kv_head * ratio_ + (query + r) % ratio_;
+            const int64_t position = call_.row_position[row];
             const int64_t oldest = call_.window ? std::max<int64_t>(0, position + 1 - call_.window) : 0;
-            const int64_t first = std::max<int64_t>(0, oldest - begin);
-            for (int64_t h = 0; h < ratio_; ++h) {
-                float* state = states + (row * ratio_ + h) * state_size();
-                if (first >= last) continue;
-                const float* q = call_.q + ((tile.first_row + row) * call_.num_heads + kv_head * ratio_ + h) * dim;
-                float maximum, sum;
-                score_range(q, scale, dim, scratch, last, scratch.scores.data());
-                soften(scratch.scores.data(), first, last, &maximum, &sum);
-                if (merges) {
-                    weigh_values(scratch.scores.data(), first, last, dim, scratch, scratch.part.data());
-                    merge({state, state + 1, state + 2}, maximum, sum, scratch.part.data(), dim);
-                } else {
-                    weigh_values(scratch.scores.data(), first, last, dim, scratch, state + 2);
-                    state[0] = maximum;
-                    state[1] = sum;
-                }
+            q[r] = call_.q + (row * call_.num_heads + head) * dim;
+            last[r] = std::max<int64_t>(0, std::min(end, position + 1) - begin);
+            first[r] = std::min(std::max<int64_t>(0, oldest - begin), last[r]);
+            furthest = std::max(furthest, last[r]);
+        }
+        float* scores = scratch.scores.data();
+        score_range<kCount>(q, call_.softmax_scale * layer_.k_scale[kv_head], dim, scratch, furthest, scores);
+        float maximum[kCount], sum[kCount];
+        for (int r = 0; r < kCount; ++r) {
+            if (first[r] < last[r]) soften(scores + r * kRange, first[r], last[r], maximum + r, sum + r);
+        }
+        weigh_values<kCount>(scores, first, last, dim, scratch, scratch.parts.data());
+        for (int r = 0; r < kCount; ++r) {
+            if (first[r] >= last[r]) continue;  // the range holds no key for this row
+            float* state = states + (query + r) * state_size();
+            const float* part = scratch.parts.data() + r * dim;
+            if (merges) {
+                merge({state, state + 1, state + 2}, maximum[r], sum[r], part, dim);
+            } else {
+                state[0] = maximum[r];
+                state[1] = sum[r];
+                std::memcpy(state + 2, part, static_cast<size_t>(dim) * sizeof(float));
             }
         }
     }

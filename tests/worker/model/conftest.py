@@ -240,7 +240,7 @@ def _reference_names(model: LlamaForCausalLM) -> dict[str, tuple[torch.nn.Parame
 def gguf_of(tmp_path: Path) -> Callable[..., Path]:
     """A factory of GGUF files: (model, types, metadata, extra tensors) -> file.
 
-    `types` maps an ending of a tensor's name to its type; others are F32. Where a type is quantized, random blocks are written
+    `types` maps an ending of a matrix' name to its type; others are F32, as vectors are. Where a type is quantized, random blocks are written
     and the reference model is given what they mean according to the `gguf` package, so that both hold the same weights.
     """
 
@@ -256,7 +256,11 @@ def gguf_of(tmp_path: Path) -> Callable[..., Path]:
         writer = gguf.GGUFWriter(path, all_metadata["general.architecture"])
         _add_metadata(writer, all_metadata)
         for index, (name, (parameter, num_heads)) in enumerate(_reference_names(model).items()):
-            kinds = [kind for ending, kind in (types or {}).items() if name.endswith(ending + ".weight")]
+            kinds = [
+                kind
+                for ending, kind in (types or {}).items()
+                if parameter.ndim == 2 and name.endswith(ending + ".weight")
+            ]
             if name not in without:
                 _add_tensor(writer, name, parameter, num_heads, kinds[0] if kinds else "F32", index)
         for name, values in (extra or {}).items():
@@ -302,17 +306,21 @@ class PagedRun:
         # A stale page must not matter.
         self.pool.k.view(torch.uint8).fill_(0x7F if self.dtype == "fp8" else 0xFF)
         self.pool.v.view(torch.uint8).fill_(0x7F if self.dtype == "fp8" else 0xFF)
-        self._free = [page * 7 % self.num_pages for page in range(self.num_pages)] if self.num_pages % 7 else []
-        assert len(set(self._free)) == self.num_pages
-        self._pages: dict[str, list[int]] = {}
+        self._free = torch.randperm(self.num_pages, generator=torch.Generator().manual_seed(1)).tolist()
+        self.pages: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
 
     def feed(self, *batch: tuple[str, Sequence[int]]) -> list[torch.Tensor]:
         """One forward pass over (sequence, its next tokens); returns the logits of all its rows by sequence."""
+        logits = self.forward(batch, torch.arange(sum(len(new) for _, new in batch)))
+        return list(logits.split([len(new) for _, new in batch]))
+
+    def forward(self, batch: Sequence[tuple[str, Sequence[int]]], logit_rows: torch.Tensor) -> torch.Tensor:
+        """One forward pass over (sequence, its next tokens); returns the logits of some of its rows."""
         tokens, positions, slots, sequences = [], [], [], []
         for number, (name, new) in enumerate(batch):
             start = self._lengths.get(name, 0)
-            pages = self._pages.setdefault(name, [])
+            pages = self.pages.setdefault(name, [])
             while len(pages) * self.page_size < start + len(new):
                 pages.append(self._free.pop())
             self._lengths[name] = start + len(new)
@@ -321,15 +329,14 @@ class PagedRun:
                 positions.append(position)
                 slots.append(pages[position // self.page_size] * self.page_size + position % self.page_size)
                 sequences.append(number)
-        table = torch.zeros(len(batch), max(len(self._pages[name]) for name, _ in batch), dtype=torch.int32)
+        table = torch.zeros(len(batch), max(len(self.pages[name]) for name, _ in batch), dtype=torch.int32)
         for number, (name, _) in enumerate(batch):
-            table[number, : len(self._pages[name])] = torch.tensor(self._pages[name], dtype=torch.int32)
+            table[number, : len(self.pages[name])] = torch.tensor(self.pages[name], dtype=torch.int32)
         step = StepInput(
             torch.tensor(tokens), torch.tensor(positions, dtype=torch.int32), torch.tensor(slots), table,
-            torch.tensor(sequences, dtype=torch.int32), torch.arange(len(tokens)),
+            torch.tensor(sequences, dtype=torch.int32), logit_rows,
         )  # fmt: skip
-        logits = self.loaded.model.forward(step, self.pool)
-        return list(logits.split([len(new) for _, new in batch]))
+        return self.loaded.model.forward(step, self.pool)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,99 @@
+"""Whole stacks: real processes, a real Valkey, the real model."""
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+
+COMMAND = [sys.executable, "-m", "sluicegate"]
+
+
+@dataclass
+class Stack:
+    """A running stack, as its stack.json describes it."""
+
+    data: Path
+    info: dict
+
+    @property
+    def url(self) -> str:
+        return self.info["url"]
+
+    @property
+    def key(self) -> str:
+        return self.info["key"]
+
+    @property
+    def model(self) -> str:
+        return self.info["model"]
+
+    def client(self, key: str | None = None) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or self.key, max_retries=0, timeout=100)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry these labels."""
+        total = 0.0
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
+            for line in response.read().decode().splitlines():
+                if line.startswith(name) and all(f'{label}="{value}"' in line for label, value in labels.items()):
+                    total += float(line.rpartition(" ")[2])
+        return total
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> float:
+        """Seconds until the condition held."""
+        started_s = time.monotonic()
+        while not condition():
+            assert time.monotonic() - started_s < timeout_s, "the condition did not come to hold in time"
+            time.sleep(0.02)
+        return time.monotonic() - started_s
+
+    def run(self, *arguments: str, check: bool = True) -> str:
+        """A sub-command against this stack; returns what it printed."""
+        result = subprocess.run(
+            [*COMMAND, *arguments, "--data", str(self.data)], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert not check or result.returncode == 0, result.stderr
+        return result.stdout
+
+
+def start(data: Path, *flags: str) -> Stack:
+    """`sluicegate up --detach` in a data folder."""
+    command = [*COMMAND, "up", "--detach", "--port", "0", "--data", str(data), *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    return Stack(data, json.loads((data / "stack.json").read_text()))
+
+
+def stop(stack: Stack) -> None:
+    """`sluicegate down`."""
+    result = subprocess.run([*COMMAND, "down", "--data", str(stack.data)], capture_output=True, timeout=100, check=False)
+    assert result.returncode == 0
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[Stack]:
+    """One stack for all tests that leave it as they found it."""
+    running = start(tmp_path_factory.mktemp("stack"))
+    yield running
+    stop(running)
+
+
+@pytest.fixture
+def new_stack(tmp_path: Path, smollm2_path: Path) -> Iterator[Callable[..., Stack]]:
+    """Starts stacks of the test's own, and stops those that still run."""
+    started: list[Stack] = []
+
+    def make(name: str = "own", *flags: str) -> Stack:
+        started.append(start(tmp_path / name, *flags))
+        return started[-1]
+
+    yield make
+    for running in started:
+        stop(running)

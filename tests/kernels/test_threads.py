@@ -1,0 +1,67 @@
+"""Ops called from several threads at once, and a pool that changes its size between calls."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from kernels import _native
+from kernels.backend import Backend
+from kernels.int4_matmul import int4_matmul
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_callers_in_several_threads_do_not_mix(make_int4):
+    """Each caller gets its own result while others compute other sizes."""
+    weights = [make_int4(16 * (index + 1), 64) for index in range(4)]
+    inputs = [torch.randn(3 + 9 * index, 64) for index in range(4)]
+    expected = [int4_matmul(x, w, backend=Backend.CPU) for x, w in zip(inputs, weights, strict=True)]
+
+    def call(index: int) -> bool:
+        return all(
+            torch.equal(expected[index], int4_matmul(inputs[index], weights[index], backend=Backend.CPU))
+            for _ in range(100)
+        )
+
+    with ThreadPoolExecutor(4) as executor:
+        assert [True] * 4 == list(executor.map(call, range(4)))
+
+
+def test_pool_can_change_its_size(make_int4):
+    """Growing and shrinking loses no work, and the count is the one asked for."""
+    x, w = torch.randn(9, 64), make_int4(100, 64)
+    expected = int4_matmul(x, w, backend=Backend.CPU)
+    for count in (1, 5, 2, 1, 3):
+        _native.set_num_threads(count)
+        assert count == _native.num_threads()
+        assert torch.equal(expected, int4_matmul(x, w, backend=Backend.CPU))
+
+
+def test_sleeping_threads_wake_up(make_int4):
+    """After a pause that puts the pool to sleep the next call is as right as the first."""
+    x, w = torch.randn(9, 64), make_int4(100, 64)
+    expected = int4_matmul(x, w, backend=Backend.CPU)
+    for _ in range(20):
+        torch.randn(300, 300) @ torch.randn(300, 300)  # longer than the pool spins
+        assert torch.equal(expected, int4_matmul(x, w, backend=Backend.CPU))
+
+
+def test_process_ends_with_a_pool_at_rest():
+    """A process that used the pool exits at once and cleanly."""
+    code = (
+        "import torch\n"
+        "from kernels.backend import Backend, describe, resolve\n"
+        "from kernels.rms_norm import rms_norm\n"
+        "backend = resolve('auto')\n"
+        "rms_norm(torch.ones(2000, 64), torch.ones(64), 1e-6, backend=backend)\n"
+        "print(describe(backend)['threads'])\n"
+    )
+    environment = {**os.environ, "SLUICEGATE_THREADS": "3"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (0, "3\n", "") == (done.returncode, done.stdout, done.stderr)
