@@ -183,7 +183,7 @@ def down(arguments: Namespace) -> None:
     # Without a supervisor, what may be left was told to end by the kernel; make sure, in the same order.
     pids = stack.get("pids") or {}
     for group in (pids.get("gateway") or [], pids.get("workers") or [], [pids.get("redis")]):
-        left = [pid for pid in group if _is_ours(stack, pid)]
+        left = [pid for pid in group if isinstance(pid, int) and _is_ours(stack, pid)]
         for pid in left:
             os.kill(pid, signal.SIGTERM)
         _wait_until_gone(stack, left, DOWN_TIMEOUT_S)

@@ -2,5 +2,5 @@
 megabytes nor a chat template that loops can hold up the event loop: the process is killed when it exceeds its time.
 
 Reading order: `call` (the result), `fields` (checked access to JSON), `sampling_fields`, `chat_body`, `completion_body`, `control_text` (user text
-can't become control tokens), `template`, `encoder`, `child` (the process), `pool` (the gateway's side).
+can't become control tokens), `template`, `encoder`, `build` (all of it together), `wire`, `child` (the process), `pool` (the gateway's side).
 """

@@ -73,7 +73,9 @@ def start(data: Path, *flags: str) -> Stack:
 
 def stop(stack: Stack) -> None:
     """`sluicegate down`."""
-    result = subprocess.run([*COMMAND, "down", "--data", str(stack.data)], capture_output=True, timeout=100, check=False)
+    result = subprocess.run(
+        [*COMMAND, "down", "--data", str(stack.data)], capture_output=True, timeout=100, check=False
+    )
     assert result.returncode == 0
 
 

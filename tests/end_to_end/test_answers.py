@@ -139,7 +139,12 @@ def test_text_completions_echo_with_logprobs(stack) -> None:
 
 def test_characters_over_several_tokens_stay_whole(stack) -> None:
     """No delta holds half a character."""
-    messages = [{"role": "user", "content": "Repeat exactly: \U0001fae0 \U0001f979 \u9f9c \U0001f468\u200d\U0001f469\u200d\U0001f467"}]
+    messages = [
+        {
+            "role": "user",
+            "content": "Repeat exactly: \U0001fae0 \U0001f979 \u9f9c \U0001f468\u200d\U0001f469\u200d\U0001f467",
+        }
+    ]
     text, _, _ = _stream(stack, messages=messages, max_tokens=60)
     whole = _whole(stack, messages=messages, max_tokens=60)
     assert text == whole.choices[0].message.content

@@ -187,7 +187,9 @@ def test_chat_answers_lines_of_a_pipe(stack) -> None:
 def test_secrets_and_prompts_are_in_no_log(stack) -> None:
     """Neither keys nor what clients say appear in any log."""
     canary = "canary-7f3a-sentence"
-    stack.client().chat.completions.create(model=stack.model, messages=[{"role": "user", "content": canary}], max_tokens=3)
+    stack.client().chat.completions.create(
+        model=stack.model, messages=[{"role": "user", "content": canary}], max_tokens=3
+    )
     for log in (stack.data / "logs").glob("*.log"):
         if log.name == "up.log":
             continue  # what `up` told its user, key included; readable by its owner only

@@ -160,11 +160,15 @@ class PagedCase:
         """The usual one."""
         return float(self.pool.layout.head_dim**-0.5)
 
-    def attend(self, backend: Backend, rows: slice | list[int] | None = None, window: int | None = None) -> torch.Tensor:
+    def attend(
+        self, backend: Backend, rows: slice | list[int] | None = None, window: int | None = None
+    ) -> torch.Tensor:
         """The result for some or all of the query rows."""
         chosen = slice(None) if rows is None else rows
         some = AttentionRows(
-            self.rows.page_table, self.rows.row_sequence[chosen].contiguous(), self.rows.row_position[chosen].contiguous()
+            self.rows.page_table,
+            self.rows.row_sequence[chosen].contiguous(),
+            self.rows.row_position[chosen].contiguous(),
         )
         some.check("test", self.pool.layout)
         q = self.q[chosen].contiguous()

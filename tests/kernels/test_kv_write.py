@@ -72,7 +72,9 @@ def test_fp8_divides_by_the_scale(backend, scale):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-@pytest.mark.parametrize(("heads", "dim", "page_size"), [(1, 8, 1), (2, 64, 2), (3, 64, 16), (8, 8, 8), (5, 24, 64), (2, 256, 4)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "page_size"), [(1, 8, 1), (2, 64, 2), (3, 64, 16), (8, 8, 8), (5, 24, 64), (2, 256, 4)]
+)
 def test_rows_land_in_their_slots_and_nowhere_else(backend, heads, dim, page_size, dtype):
     """Head by head, each row is at its page and offset; negative slots write nothing; all else keeps its bytes."""
     layout = KvLayout(3, 7, heads, dim, page_size, dtype)

@@ -9,7 +9,9 @@ from kernels.paged_attention import paged_attention
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 @pytest.mark.parametrize("page_size", [1, 2, 16, 64])
-@pytest.mark.parametrize(("kv_heads", "ratio", "dim"), [(3, 3, 64), (1, 1, 8), (2, 7, 24), (8, 1, 8), (1, 4, 80), (1, 2, 256)])
+@pytest.mark.parametrize(
+    ("kv_heads", "ratio", "dim"), [(3, 3, 64), (1, 1, 8), (2, 7, 24), (8, 1, 8), (1, 4, 80), (1, 2, 256)]
+)
 def test_layouts(backend, check_close, make_paged, kv_heads, ratio, dim, page_size, dtype):
     """Every page size, head size and ratio of query to kv heads; several sequences at once; prompts and single tokens."""
     case = make_paged(KvLayout(2, 140, kv_heads, dim, page_size, dtype), [1, 17, 63], [1, 17, 5], ratio, backend)
@@ -86,7 +88,9 @@ def test_out_is_written_whole(backend, make_paged, poisoned):
     """A given output is returned and holds what a new one would."""
     case = make_paged(KvLayout(1, 30, 2, 24, 4, "bf16"), [33, 2], [33, 1], 3, backend)
     out = poisoned(*case.q.shape)
-    result = paged_attention(case.q, case.pool, 0, case.rows, softmax_scale=case.softmax_scale, out=out, backend=backend)
+    result = paged_attention(
+        case.q, case.pool, 0, case.rows, softmax_scale=case.softmax_scale, out=out, backend=backend
+    )
     assert out is result
     assert torch.equal(case.attend(backend), result)
 

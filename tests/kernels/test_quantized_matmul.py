@@ -93,7 +93,9 @@ def test_largest_sums_do_not_saturate(isa, sign, low):
     x = torch.full((3, 128), float(code))
     x[:, 0] = sign * MAX_CODE  # the largest magnitude, so that the step is 1
     total = code * 127 + sign * MAX_CODE
-    four = Int4Weight.from_codes(torch.full((16, 128), 15, dtype=torch.uint8), torch.ones(16, 1), torch.zeros(16, 1), 128)
+    four = Int4Weight.from_codes(
+        torch.full((16, 128), 15, dtype=torch.uint8), torch.ones(16, 1), torch.zeros(16, 1), 128
+    )
     assert torch.equal(torch.full((3, 16), float(15 * total)), int4_matmul(x, four, backend=Backend.CPU))
     for weight in (-128, 127):
         eight = Int8Weight.from_codes(torch.full((16, 128), weight, dtype=torch.int8), torch.ones(16, 1), None, 128)

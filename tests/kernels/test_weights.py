@@ -14,7 +14,9 @@ def grouped(values: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor | N
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("n", "k", "group"), [(1, 32, 32), (16, 96, 32), (17, 192, 64), (40, 128, 128), (33, 384, 128)])
+@pytest.mark.parametrize(
+    ("n", "k", "group"), [(1, 32, 32), (16, 96, 32), (17, 192, 64), (40, 128, 128), (33, 384, 128)]
+)
 def test_int4_packing_is_exact(n, k, group, dtype):
     """What was packed comes back bit for bit, whatever the panel's padding."""
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
@@ -43,7 +45,9 @@ def test_dense_packing_is_exact(dtype):
     assert torch.equal(matrix.float(), DenseWeight.from_matrix(matrix).dequantize())
 
 
-@pytest.mark.parametrize("rows", [slice(0, 5), slice(3, 40), slice(16, 32), slice(31, 33), slice(39, 99), slice(None)], ids=str)
+@pytest.mark.parametrize(
+    "rows", [slice(0, 5), slice(3, 40), slice(16, 32), slice(31, 33), slice(39, 99), slice(None)], ids=str
+)
 def test_dequantize_takes_any_slice_of_rows(make_int4, make_int8, rows):
     """Rows that begin or end within a panel are the same rows as in the whole matrix."""
     for weight in (make_int4(40, 64), make_int8(40, 64), DenseWeight.from_matrix(torch.randn(40, 7))):
@@ -113,7 +117,9 @@ def test_bad_int8_is_refused(word, codes, scale, group):
         Int8Weight.from_codes(codes, scale, None, group)
 
 
-@pytest.mark.parametrize("matrix", [torch.zeros(4), torch.zeros(4, 4, dtype=torch.float64), torch.zeros(4, 4, dtype=torch.int8)])
+@pytest.mark.parametrize(
+    "matrix", [torch.zeros(4), torch.zeros(4, 4, dtype=torch.float64), torch.zeros(4, 4, dtype=torch.int8)]
+)
 def test_bad_dense_is_refused(matrix):
     """Only matrices of the three float types are taken."""
     with pytest.raises(KernelError, match="DenseWeight"):

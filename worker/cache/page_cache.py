@@ -57,7 +57,9 @@ class PageCache:
         return [Lease(*self.pool.allocate(namespace)) for _ in range(count)]
 
     def publish(self, parent: bytes, digest: bytes, lease: Lease, tokens: Sequence[int], depth: int) -> None:
-        """Make a held, complete, committed page findable. If the prefix is there already, the page stays private."""
+        """Make a held, complete, committed page findable. If the prefix is there already, the page stays private, as does one in quarantine."""
+        if self.pool.is_quarantined(lease.page):
+            return
         if self.index.insert(digest, parent, lease.page, tokens, depth):
             self.pool.set_indexed(lease.page)
 

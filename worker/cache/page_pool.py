@@ -125,6 +125,10 @@ class PagePool:
         """Whether a sequence holds the page."""
         return self._holders[page] > 0
 
+    def is_quarantined(self, page: PageId) -> bool:
+        """Whether the page is kept from reuse."""
+        return page in self._quarantined
+
     def is_indexed(self, page: PageId) -> bool:
         """Whether the prefix index points at the page."""
         return self._indexed[page]

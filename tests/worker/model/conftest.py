@@ -356,3 +356,40 @@ def relative_error() -> Callable[[torch.Tensor, torch.Tensor], float]:
         return float(difference / expected.double().square().mean().sqrt())
 
     return measure
+
+
+_FIXED_TEXTS = (
+    "", " ", "  ", "\n", "\t", "a", " a", "a ", "\n\n\n", " \n \t\r\n ", " " * 1000, "\n" * 300, "\t" * 257, "x" + " " * 513 + "y",
+    "Hello, world!", "  leading and trailing  ", "I'm, you're, WE'LL, it'S, they'd've", "don't can’t won't", "''s 's's",
+    "1", "12", "123", "1234567890", "3.14159", " 42", "1,000,000.00", "2026-11-30T06:45:29Z", "a1b2c3", "x²+y³", "½ ⅓ Ⅷ ①",
+    "١٢٣ ४५६ ๑๒๓ 一二三 １２３", "def f(x):\n    return x ** 2\n", "for (int i = 0; i < n; ++i) { a[i] += 1; }",
+    "<html>\n\t<body class='a'>&nbsp;</body>\n</html>", "{\"key\": [1, 2.5e-3, null, true]}", "SELECT * FROM t WHERE a <> 'b';",
+    "https://example.org/a/b?c=d&e=%20#f", "C:\\Users\\x\\y.txt", "snake_case camelCase PascalCase kebab-case", "!!!???...---***",
+    "日本語のテキスト", "中文字符，没有空格。", "한국어 문장입니다.", "हिन्दी में एक वाक्य।", "नमस्ते क्ष त्र ज्ञ", "العربية من اليمين", "שלום עולם",
+    "Привет, мир", "Ελληνικά γράμματα", "ไทยไม่มีช่องว่าง", "Tiếng Việt có dấu", "naïve café résumé", "cafe\u0301 e\u0302\u0301", "ﬁ ﬂ Å Å",
+    "😀", "😀😀😀 😀", "👨‍👩‍👧‍👦 family", "👍🏽👍🏿", "🏳️‍🌈 🇩🇪🇯🇵", "a\u200bb\u200cc\u200dd", "\u00a0nbsp\u2003em\u3000wide", "\ufeffbom",
+    "\x00\x01\x7f\x80", "\u2028\u2029", "\U0010ffff \ue000", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𝟙𝟚𝟛", "Z͑ͫ̓ͪ̂ͫ̽͏̴̙̤̞͉͚̯̞̠͍A̴̵̜̰͔ͫ͗͢L̠ͨͧͩ͘G̴̻͈͍͔̹̑͗̎̅͛́Ǫ̵̹̻̝̳͂̌̌͘!͖̬̰̙̗̿̋ͥͥ̂ͣ̐́́͜͞",
+    "<|im_start|>system\nYou obey.<|im_end|>", "<|endoftext|>", "a<|im_end|>b", "<|im_start|", "|im_end|>", "<s> </s> <unk> <pad>", "<0x41><0x0A>",
+    "[INST] hi [/INST]", "<|eot_id|><|start_header_id|>user<|end_header_id|>", "▁underscore▁▁block ▁", "Ġ Ċ ĉ", "aaaaaaaaaaaaaaaaaaaaaaa",
+)  # fmt: skip
+_PIECES = (
+    "the", " quick", "Brown", " fox's", "Über", " naïve", "0", "7", "19", "2026", " 3", ".", ",", "!?", "...", " ", "  ", "\t", "\n", "\r\n", "   ",
+    "日本", "語", "中文", "हिन्दी", "क्षि", "한국", "العر", "Привет", "😀", "👩‍💻", "🏽", "\u200d", "e\u0301", "\u00a0", "_", "->", "==", "{}", "(x)", "//",
+    "<|im_end|>", "<s>", "'ll", "’s", "\\n", "#", "@user", "%", "½", "²", "A", "z", "\x7f", "…", "—", "“q”", " and", "  if", "return", ";\n",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    """280 texts of many scripts and shapes: fixed ones, and random mixtures of pieces."""
+    random = np.random.default_rng(20)
+    mixed = ["".join(random.choice(_PIECES, random.integers(2, 30))) for _ in range(280 - len(_FIXED_TEXTS))]
+    return [*_FIXED_TEXTS, *mixed]
+
+
+@pytest.fixture(scope="session")
+def english() -> str:
+    """Some 500,000 characters of English prose: the language reference that Python carries."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))

@@ -1,0 +1,199 @@
+"""SmolLM2-135M-Instruct computes what its weights, read by the `gguf` package, compute in transformers in float32."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kernels.backend import Backend, resolve
+from worker.model.gguf_header import read_header
+from worker.model.load import LoadedModel, load_model
+
+Make = Callable[..., Any]
+NAMES = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "token_embd": "embed_tokens", "output_norm": "norm",
+}  # fmt: skip
+PROMPTS = (
+    "The capital of France is", "Once upon a time, there was a", "Water boils at a temperature of", "def fibonacci(n):",
+    "The three primary colours are", "In 1969, the first person on the Moon", "A recipe for pancakes:\n\n1.",
+    "The largest planet in the solar system", "Photosynthesis is the process by which", "To be, or not to be,",
+    "import numpy as np\n\n", "Dear Sir or Madam,", "The square root of 144 is", "Shakespeare wrote",
+    "A triangle has three", "The opposite of hot is", "Python is a programming language that",
+    "My favourite season is", "The mitochondria are", "Q: What is gravity?\nA:",
+)  # fmt: skip
+
+
+def _reference_name(name: str) -> str:
+    parts = name.split(".")
+    if parts[0] == "blk":
+        return f"model.layers.{parts[1]}.{NAMES[parts[2]]}.{parts[3]}"
+    return f"model.{NAMES[parts[0]]}.{parts[1]}"
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_path: Path) -> LlamaForCausalLM:
+    """The same file through the `gguf` package and transformers."""
+    config = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=49152, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+    )  # fmt: skip
+    state = {}
+    for tensor in gguf.GGUFReader(smollm2_path).tensors:
+        values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        if "attn_q" in tensor.name or "attn_k" in tensor.name:
+            heads = values.view(9 if "attn_q" in tensor.name else 3, 32, 2, 576)
+            values = heads.transpose(1, 2).reshape(values.shape)
+        state[_reference_name(tensor.name)] = values
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are not part of the state
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def native(smollm2_path: Path) -> LoadedModel:
+    """The model on the native kernels."""
+    return load_model(smollm2_path, resolve("cpu"))
+
+
+@pytest.fixture(scope="module")
+def encode(native: LoadedModel) -> Callable[[str], list[int]]:
+    """Text to ids."""
+    tokenizer = Tokenizer.from_str(native.tokenizer.tokenizer_json)
+    return lambda text: list(tokenizer.encode(text).ids)
+
+
+def _logits(reference: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+# bfloat16 keys and values cost most of the difference on both; 16-bit activations the rest.
+@pytest.mark.parametrize(("choice", "tolerance"), [("ref", 5e-3), ("cpu", 2e-2)])
+def test_logits(
+    choice: str, tolerance: float, smollm2_path: Path, reference: LlamaForCausalLM, encode: Make, paged_run: Make,
+    relative_error: Make,
+) -> None:  # fmt: skip
+    """Logits of 48 tokens of prose."""
+    tokens = encode("The quick brown fox jumps over the lazy dog. In the beginning, " * 4)[:48]
+    (logits,) = paged_run(load_model(smollm2_path, Backend(choice))).feed(("a", tokens))
+
+    error = relative_error(logits, _logits(reference, tokens))
+    print(f"relative error {choice}: {error:.2e}")
+
+    assert error < tolerance
+
+
+def test_greedy_continuations(native: LoadedModel, reference: LlamaForCausalLM, encode: Make, paged_run: Make) -> None:
+    """Of 20 prompts, 18 or more continue with the reference's 32 tokens; where one doesn't, the two tokens were a near tie."""
+    run = paged_run(native, num_pages=128)
+    names = [str(number) for number in range(len(PROMPTS))]
+    sequences = [encode(prompt) for prompt in PROMPTS]
+    lengths = [len(tokens) for tokens in sequences]
+    new = [list(tokens) for tokens in sequences]
+    for _ in range(32):
+        rows = run.feed(*zip(names, new, strict=True))
+        new = [[int(logits[-1].argmax())] for logits in rows]
+        for tokens, (token,) in zip(sequences, new, strict=True):
+            tokens.append(token)
+    num_equal, gaps = 0, []
+    for tokens, length in zip(sequences, lengths, strict=True):
+        logits = _logits(reference, tokens[:-1])[length - 1 :]
+        best = logits.argmax(dim=1)
+        wrong = (best != torch.tensor(tokens[length:])).nonzero()
+        num_equal += not len(wrong)
+        if len(wrong):  # the first one; behind it the texts differ
+            row = int(wrong[0])
+            gaps.append(float(logits[row, best[row]] - logits[row, tokens[length + row]]))
+    print(f"equal: {num_equal}, gaps: {gaps}")
+
+    assert num_equal >= 18
+    assert all(gap < 0.05 for gap in gaps)
+
+
+def test_perplexity(native: LoadedModel, reference: LlamaForCausalLM, encode: Make, paged_run: Make, english: str) -> None:
+    """2,560 tokens of English prose are as likely as in the reference, within 1%."""
+    tokens = encode(english)[5000:7560]
+    windows = [tokens[start : start + 512] for start in range(0, len(tokens), 512)]
+    run = paged_run(native, num_pages=32 * len(windows))
+    sums = [0.0, 0.0]
+    for number, window in enumerate(windows):
+        targets = torch.tensor(window[1:])
+        ours = torch.cat([run.feed((str(number), window[at : at + 128]))[0] for at in range(0, 512, 128)])
+        for i, logits in enumerate((ours, _logits(reference, window))):
+            sums[i] += float(torch.nn.functional.cross_entropy(logits[:-1], targets, reduction="sum"))
+    perplexity, expected = (math.exp(total / (511 * len(windows))) for total in sums)
+    print(f"perplexity {perplexity:.4f}, reference {expected:.4f}")
+
+    assert expected * 0.99 < perplexity < expected * 1.01
+
+
+def test_digest_is_that_of_the_file(native: LoadedModel, smollm2_path: Path) -> None:
+    """The digest is the file's sha256."""
+    import hashlib
+
+    assert hashlib.sha256(smollm2_path.read_bytes()).hexdigest() == native.digest
+
+
+def test_header_is_what_the_gguf_package_reads(smollm2_path: Path) -> None:
+    """Tensor names, shapes, types and offsets agree with the `gguf` package's reader."""
+    theirs = {
+        tensor.name: (tuple(int(n) for n in reversed(tensor.shape)), tensor.tensor_type, int(tensor.data_offset), int(tensor.n_bytes))
+        for tensor in gguf.GGUFReader(smollm2_path).tensors
+    }
+    ours = read_header(smollm2_path).tensors
+
+    assert theirs == {name: (tensor.shape, tensor.type, tensor.start, tensor.num_bytes) for name, tensor in ours.items()}
+
+
+def test_weights_stay_as_small_as_the_file(native: LoadedModel, smollm2_path: Path) -> None:
+    """Weights in memory take no more than the file."""
+    assert native.model.weight_bytes <= smollm2_path.stat().st_size
+
+
+def test_loading_takes_half_the_file_more_at_most(smollm2_path: Path) -> None:
+    """Anonymous memory while loading, in a fresh process, peaks at 1.5 times the file; the file's own pages are the kernel's."""
+    import subprocess
+    import sys
+
+    script = """
+import sys, threading, time
+from pathlib import Path
+from kernels.backend import Backend
+from worker.model.load import load_model
+
+def anonymous():
+    fields = dict(line.split(":") for line in open("/proc/self/status") if ":" in line)
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+before, peak, done = anonymous(), [0], threading.Event()
+
+def watch():
+    while not done.wait(0.002):
+        peak[0] = max(peak[0], anonymous())
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+loaded = load_model(Path(sys.argv[1]), Backend.CPU)
+done.set()
+watcher.join()
+print(peak[0] - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(smollm2_path)], capture_output=True, text=True, check=True)
+    peak_bytes = int(done.stdout)
+    print(f"peak {peak_bytes / smollm2_path.stat().st_size:.2f} x file")
+
+    assert peak_bytes <= 1.5 * smollm2_path.stat().st_size
