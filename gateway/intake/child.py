@@ -21,7 +21,7 @@ from gateway.intake.wire import frame, read_frame
 from protocol.codec import decode, encode
 from protocol.model_card import TokenizerSpec
 
-MAX_MEMORY_BYTES = 8 * 1024**3  # of address space: a template that builds a huge string fails alone
+MAX_MEMORY_BYTES = 2 * 1024**3  # of address space: a template that builds a huge string fails alone
 MAX_LOADED = 8
 
 

@@ -18,20 +18,19 @@ class PromptEncoder:
         control = dict(spec.control_tokens)
         self._control = ControlText(control)
         names = {index: text for text, index in control.items()}
-        bos = names.get(spec.bos_token_id, "") if spec.bos_token_id is not None else ""
-        eos = names.get(spec.eos_token_ids[0], "") if spec.eos_token_ids else ""
-        self._template = None if spec.chat_template is None else ChatTemplate(spec.chat_template, bos, eos)
+        self._bos_text = names.get(spec.bos_token_id, "") if spec.bos_token_id is not None else ""
+        self._eos_text = names.get(spec.eos_token_ids[0], "") if spec.eos_token_ids else ""
+        self._template: ChatTemplate | None = None
 
     def chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
         """Tokens of a conversation, ready for the assistant's turn; raises ApiError."""
-        if self._template is None:
-            raise bad_request("This model has no chat template; use /v1/completions.", "model")
+        template = self._compiled()
         mark = self._control.new_mark()
         protected = [
             {name: text if name == "role" else self._control.protect(text, mark) for name, text in message.items()}
             for message in messages
         ]
-        pieces = self._control.split(self._template.render(protected), mark)
+        pieces = self._control.split(template.render(protected), mark)
         ids: list[int] = []
         for piece in pieces:
             ids.extend([piece] if isinstance(piece, int) else self._plain(piece))
@@ -40,6 +39,14 @@ class PromptEncoder:
     def text(self, text: str) -> tuple[int, ...]:
         """Tokens of plain text, in which the names of control tokens are text like any other."""
         return self._with_bos(self._plain(text))
+
+    def _compiled(self) -> ChatTemplate:
+        """The template, compiled at its first use: a bad one, or one that takes for ever, concerns chat alone."""
+        if self._spec.chat_template is None:
+            raise bad_request("This model has no chat template; use /v1/completions.", "model")
+        if self._template is None:
+            self._template = ChatTemplate(self._spec.chat_template, self._bos_text, self._eos_text)
+        return self._template
 
     def _plain(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

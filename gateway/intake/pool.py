@@ -16,7 +16,7 @@ from protocol.codec import decode, encode
 
 _log = structlog.get_logger(__name__)
 
-LOAD_TIMEOUT_S = 30.0
+LOAD_TIMEOUT_S = 10.0
 
 
 class _Process:

@@ -283,8 +283,9 @@ async def test_a_dead_worker_ends_its_streams(door, chat_body) -> None:
     door.worker.is_alive = False
     _, raw, _ = await asyncio.wait_for(task, 8)
     assert "worker_lost" == _events(raw)[-2]["error"]["code"]
+    await door.parts.generations.close()
     assert 0 == await door.redis.xlen(door.worker.keys.jobs("toy/model-1"))
-    status, body, headers = await door.post(chat_body)
+    status, _, _ = await door.post(chat_body)
     assert status in (404, 503)
 
 
