@@ -117,7 +117,11 @@ def test_missing_tensor(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.q_proj.qweight"],
+    [
+        "model.layers.2.mlp.up_proj.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.q_proj.qweight",
+    ],
 )
 def test_unknown_tensor(name: str, folder: Path) -> None:
     """A tensor that the architecture has no place for is named."""
@@ -135,7 +139,9 @@ def test_renamed_tensor(folder: Path) -> None:
     assert "'model.norm.weight' is missing" in _refusal(folder)
 
 
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.self_attn.v_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.0.self_attn.v_proj.weight", "model.norm.weight"]
+)
 def test_wrong_shape(name: str, folder: Path) -> None:
     """A tensor with a row too many is named with both shapes."""
     tensors = load_file(folder / SINGLE)
@@ -212,7 +218,18 @@ def test_empty_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../outside.safetensors", "/etc/passwd", "..", ".", "", "sub/x.safetensors", "a\x00b", "x" * 5000, "\n.safetensors"]
+    "name",
+    [
+        "../outside.safetensors",
+        "/etc/passwd",
+        "..",
+        ".",
+        "",
+        "sub/x.safetensors",
+        "a\x00b",
+        "x" * 5000,
+        "\n.safetensors",
+    ],
 )
 def test_index_leads_outside(name: str, folder: Path) -> None:
     """A shard's name that is no plain file name of the folder."""
@@ -237,7 +254,9 @@ def test_link_leads_outside(name: str, folder: Path) -> None:
     assert name in _refusal(folder)
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", SINGLE])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", SINGLE]
+)
 def test_pipe(name: str, folder: Path) -> None:
     """A named pipe among the files is refused at once: reading it would wait for ever."""
     (folder / name).unlink(missing_ok=True)
@@ -246,8 +265,12 @@ def test_pipe(name: str, folder: Path) -> None:
     assert name in _refusal(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' + b"9" * 10_000 + b"}"])
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", INDEX])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' + b"9" * 10_000 + b"}"]
+)
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", INDEX]
+)
 def test_not_json(name: str, content: bytes, folder: Path) -> None:
     """A file that is no JSON object is named."""
     (folder / name).write_bytes(content)

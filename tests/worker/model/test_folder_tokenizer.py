@@ -66,7 +66,11 @@ def _template(*first: str) -> dict[str, Any]:
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 BOS: dict[str, tuple[dict[str, Any] | None, dict[str, Any], tuple[int | None, bool]]] = {
     "post-processor": (_template("<s>"), {}, (258, True)),
-    "sequence of post-processors": ({"type": "Sequence", "processors": [BYTE_LEVEL, _template("<s>")]}, {}, (258, True)),
+    "sequence of post-processors": (
+        {"type": "Sequence", "processors": [BYTE_LEVEL, _template("<s>")]},
+        {},
+        (258, True),
+    ),
     "post-processor adds nothing": (_template(), {}, (258, False)),
     "none": (None, {}, (258, False)),
     "none, but the setting": (None, {"add_bos_token": True}, (258, True)),
@@ -95,7 +99,9 @@ def test_ids_are_those_of_the_folder(folder: Path, texts: list[str]) -> None:
 
     assert {"<s>": 258, "</s>": 259, "<|turn|>": 260} == control
     assert len(plain) > 150
-    assert [theirs.encode(text, add_special_tokens=False) for text in plain] == [ours.encode(text).ids for text in plain]
+    assert [theirs.encode(text, add_special_tokens=False) for text in plain] == [
+        ours.encode(text).ids for text in plain
+    ]
     assert not set(control.values()) & {index for text in texts for index in ours.encode(text).ids}
 
 

@@ -156,7 +156,9 @@ def test_missing_layer(tiny: LlamaForCausalLM, gguf_of: Make) -> None:
     assert "'blk.1.attn_norm.weight' is missing" in _refusal(gguf_of(tiny, metadata={"llama.block_count": 2}))
 
 
-@pytest.mark.parametrize("name", ["blk.1.attn_q.weight", "blk.0.attn_q.bias", "extra.weight", "rope_factors_long.weight"])
+@pytest.mark.parametrize(
+    "name", ["blk.1.attn_q.weight", "blk.0.attn_q.bias", "extra.weight", "rope_factors_long.weight"]
+)
 def test_unknown_tensor(name: str, tiny: LlamaForCausalLM, gguf_of: Make) -> None:
     """A tensor that the architecture has no place for, such as a bias, is named."""
     path = gguf_of(tiny, extra={name: np.zeros(64, dtype=np.float32)})

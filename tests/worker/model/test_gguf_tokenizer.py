@@ -60,7 +60,10 @@ class ReferenceBpe:
         if self._whole_words and "".join(symbols) in self._ids:
             return [self._ids["".join(symbols)]]
         while len(symbols) > 1:
-            ranked = [(self._ranks.get(pair, len(self._ranks)), i) for i, pair in enumerate(zip(symbols, symbols[1:], strict=False))]
+            ranked = [
+                (self._ranks.get(pair, len(self._ranks)), i)
+                for i, pair in enumerate(zip(symbols, symbols[1:], strict=False))
+            ]
             rank, at = min(ranked)
             if rank == len(self._ranks):
                 break
@@ -91,7 +94,9 @@ def test_byte_level_kinds(kind: str, smollm2: Metadata, texts: list[str], byte_a
 
         texts = [unicodedata.normalize("NFC", text) for text in texts]
 
-    different = {text: (reference.encode(text), encode(text)) for text in texts if reference.encode(text) != encode(text)}
+    different = {
+        text: (reference.encode(text), encode(text)) for text in texts if reference.encode(text) != encode(text)
+    }
 
     assert {} == different
     assert not control & {index for text in texts for index in encode(text)}
@@ -156,7 +161,11 @@ def test_no_pre_tokenizer(smollm2: Metadata) -> None:
 
 def test_ends_of_a_turn(smollm2: Metadata) -> None:
     """eos, eot and eom are all ends; so is a control token that chat formats end a turn with, even if the file names another."""
-    named = smollm2 | {"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 6}
+    named = smollm2 | {
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.eot_token_id": 5,
+        "tokenizer.ggml.eom_token_id": 6,
+    }
 
     assert (0, 2, 5, 6) == tokenizer_from_metadata(named, 49152, "test").eos_token_ids
 
@@ -242,7 +251,25 @@ def test_sentencepiece_control_tokens() -> None:
         "<unk>": kinds.UNKNOWN, "<s>": kinds.CONTROL, "</s>": kinds.CONTROL, "<|t|>": kinds.USER_DEFINED, "<un>": kinds.UNUSED,
         **{f"<0x{byte:02X}>": kinds.BYTE for byte in range(256)},
     }  # fmt: skip
-    parts = ["<s", "s>", "</s", "<u", "<un", "<unk", "k>", "n>", "<|", "<|t", "|>", "<0", "<0x", "<0x4", "<0x41", "1>", "▁a"]
+    parts = [
+        "<s",
+        "s>",
+        "</s",
+        "<u",
+        "<un",
+        "<unk",
+        "k>",
+        "n>",
+        "<|",
+        "<|t",
+        "|>",
+        "<0",
+        "<0x",
+        "<0x4",
+        "<0x41",
+        "1>",
+        "▁a",
+    ]
     tokens = [*special, *parts, *"▁<>/|0123456789ABCDEFsunktxa"]
     metadata = {
         "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,

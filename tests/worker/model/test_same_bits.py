@@ -21,7 +21,9 @@ FORMATS = {"attn_q": "Q4_0", "attn_output": "Q5_1", "ffn_down": "BF16", "token_e
 @pytest.fixture
 def loaded(backend: Backend, llama_in_transformers: Callable[..., LlamaForCausalLM], gguf_of: Make) -> LoadedModel:
     """A model with weights of five formats."""
-    model = llama_in_transformers(num_attention_heads=6, num_key_value_heads=2, hidden_size=96, tie_word_embeddings=True)
+    model = llama_in_transformers(
+        num_attention_heads=6, num_key_value_heads=2, hidden_size=96, tie_word_embeddings=True
+    )
     return load_model(gguf_of(model, FORMATS), backend)
 
 

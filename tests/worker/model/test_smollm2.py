@@ -124,7 +124,9 @@ def test_greedy_continuations(native: LoadedModel, reference: LlamaForCausalLM, 
     assert all(gap < 0.05 for gap in gaps)
 
 
-def test_perplexity(native: LoadedModel, reference: LlamaForCausalLM, encode: Make, paged_run: Make, english: str) -> None:
+def test_perplexity(
+    native: LoadedModel, reference: LlamaForCausalLM, encode: Make, paged_run: Make, english: str
+) -> None:
     """2,560 tokens of English prose are as likely as in the reference, within 1%."""
     tokens = encode(english)[5000:7560]
     windows = [tokens[start : start + 512] for start in range(0, len(tokens), 512)]
@@ -151,12 +153,19 @@ def test_digest_is_that_of_the_file(native: LoadedModel, smollm2_path: Path) -> 
 def test_header_is_what_the_gguf_package_reads(smollm2_path: Path) -> None:
     """Tensor names, shapes, types and offsets agree with the `gguf` package's reader."""
     theirs = {
-        tensor.name: (tuple(int(n) for n in reversed(tensor.shape)), tensor.tensor_type, int(tensor.data_offset), int(tensor.n_bytes))
+        tensor.name: (
+            tuple(int(n) for n in reversed(tensor.shape)),
+            tensor.tensor_type,
+            int(tensor.data_offset),
+            int(tensor.n_bytes),
+        )
         for tensor in gguf.GGUFReader(smollm2_path).tensors
     }
     ours = read_header(smollm2_path).tensors
 
-    assert theirs == {name: (tensor.shape, tensor.type, tensor.start, tensor.num_bytes) for name, tensor in ours.items()}
+    assert theirs == {
+        name: (tensor.shape, tensor.type, tensor.start, tensor.num_bytes) for name, tensor in ours.items()
+    }
 
 
 def test_weights_stay_as_small_as_the_file(native: LoadedModel, smollm2_path: Path) -> None:

@@ -48,9 +48,15 @@ def test_entries_are_cut_at_the_bytes_of_replaced_characters(write):
 def test_tokens_without_bytes_keep_their_place(write):
     """A control token sampled because EOS is ignored has an entry with no bytes, in order."""
     written = write([b"", b"A", b"", b"D", b"", b"X", b""], stops=["DE"])
-    assert [
-        [entry.token_id for entry in entries] for entries in written.entries
-    ] == [[0], [1], [2], [], [], [3, 4, 5], [6]]
+    assert [[entry.token_id for entry in entries] for entries in written.entries] == [
+        [0],
+        [1],
+        [2],
+        [],
+        [],
+        [3, 4, 5],
+        [6],
+    ]
 
 
 def test_tokens_without_bytes_inside_a_stop_are_dropped(write):
