@@ -34,6 +34,7 @@ _log = structlog.get_logger(__name__)
 
 BACKLOG = 1024
 LAST_WORDS_S = 2.0
+CANCEL_AGAIN_S = 0.2
 MAX_CONNECTION_IDLE_S = 75.0
 
 
@@ -81,9 +82,12 @@ async def running_parts(settings: GatewaySettings) -> AsyncIterator[Parts]:
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    # More than once: asyncio.wait_for of Python 3.11, which redis-py uses, loses a cancellation that comes as its result does.
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
 async def run(settings: GatewaySettings) -> None:

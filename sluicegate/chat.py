@@ -1,6 +1,7 @@
 """`sluicegate chat`: a conversation in the terminal, streamed from a running stack."""
 
 import http.client
+import io
 import json
 import os
 import sys
@@ -96,6 +97,8 @@ def chat(arguments: Namespace) -> None:
         import readline  # noqa: F401 - gives input() a history and editing keys
 
         print(HELP)
+    elif isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     if arguments.system:
         conversation.set_system(arguments.system)
     while (line := _read_line(is_terminal)) is not None:
@@ -112,9 +115,22 @@ def _conversation(arguments: Namespace) -> Conversation:
         raise CommandError("no running stack found; start one with `sluicegate up`, or give --url, --key and --model")
     if key is None or model is None:
         raise CommandError("--url needs --key (or SLUICEGATE_API_KEY) and --model")
+    _check(url, key)
     return Conversation(
         url.removesuffix("/").removesuffix("/v1"), key, model, arguments.max_tokens, arguments.temperature
     )
+
+
+def _check(url: str, key: str) -> None:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable or not url.isascii() or not url.isprintable() or " " in url:
+        raise CommandError("--url: expected http://HOST:PORT or https://HOST:PORT")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise CommandError("--key: expected printable ASCII characters without spaces")
 
 
 def _read_line(is_terminal: bool) -> str | None:

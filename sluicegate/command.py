@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from sluicegate import __version__
 from sluicegate.environment import DEFAULT_REDIS_URL
@@ -29,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output has gone; Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"sluicegate: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
 
@@ -65,7 +69,17 @@ def _integrity(text: str) -> str:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Texts as written, defaults shown."""
+    """Texts as written, defaults shown where there are any."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong arguments are told in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def _add(
@@ -79,7 +93,7 @@ def _add(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="sluicegate",
         description="Self-hosted, multi-tenant inference for open-weight language models.\n\n"
         "`sluicegate up` starts everything on this machine; `sluicegate chat` talks to it.",
@@ -87,7 +101,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"sluicegate {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands: argparse._SubParsersAction[argparse.ArgumentParser] = parser.add_subparsers(
+        metavar="COMMAND", required=True, parser_class=_Parser
+    )
     _add_stack(commands)
     _add_processes(commands)
     _add_tenants(commands)

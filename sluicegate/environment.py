@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from sluicegate.errors import CommandError
+
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 STACK_FILE = "stack.json"
 
@@ -29,6 +31,19 @@ def read_stack(data: Path) -> dict[str, Any] | None:
 
 
 def redis_url(given: str | None, data: Path) -> str:
-    """--redis-url, SLUICEGATE_REDIS_URL, that of the stack in the data folder, or Redis' usual place."""
-    stack = read_stack(data)
-    return given or os.environ.get("SLUICEGATE_REDIS_URL") or (stack or {}).get("redis_url") or DEFAULT_REDIS_URL
+    """--redis-url, SLUICEGATE_REDIS_URL, that of the stack in the data folder, or Redis' usual place; raises CommandError."""
+    from redis.connection import parse_url
+
+    sources = (
+        ("--redis-url", given),
+        ("SLUICEGATE_REDIS_URL", os.environ.get("SLUICEGATE_REDIS_URL")),
+        (str(data / STACK_FILE), (read_stack(data) or {}).get("redis_url")),
+        ("redis_url", DEFAULT_REDIS_URL),
+    )
+    source, url = next((source, url) for source, url in sources if url)
+    try:
+        parse_url(url)  # type: ignore[no-untyped-call]
+    except (ValueError, TypeError, AttributeError):
+        # The URL isn't shown: it may hold a password.
+        raise CommandError(f"{source}: expected redis://[:PASSWORD@]HOST:PORT/DB, rediss://... or unix://...") from None
+    return str(url)

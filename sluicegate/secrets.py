@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from protocol.signing import MIN_MASTER_SECRET_BYTES, derive_key
-from protocol.tenancy import new_api_key
+from protocol.tenancy import key_digest, new_api_key
 from sluicegate.errors import CommandError
 
 MASTER_FILE, ADMIN_FILE, DEMO_FILE, REDIS_FILE = "master.key", "admin.key", "demo.key", "redis.key"
@@ -36,8 +36,11 @@ def derived_keys(data: Path) -> DerivedKeys:
 
 
 def admin_key(data: Path) -> str:
-    """The operator's key: SLUICEGATE_ADMIN_KEY, or that in the data folder, made if need be."""
-    return os.environ.get("SLUICEGATE_ADMIN_KEY") or stored(data, ADMIN_FILE, new_api_key)
+    """The operator's key: SLUICEGATE_ADMIN_KEY, or that in the data folder, made if need be. Raises CommandError."""
+    given = os.environ.get("SLUICEGATE_ADMIN_KEY")
+    if given and key_digest(b"", given) is None:
+        raise CommandError("SLUICEGATE_ADMIN_KEY: must have 8 to 256 printable ASCII characters without spaces")
+    return given or stored(data, ADMIN_FILE, new_api_key)
 
 
 def stored(data: Path, name: str, make: Callable[[], str]) -> str:
@@ -63,6 +66,16 @@ def stored(data: Path, name: str, make: Callable[[], str]) -> str:
         raise CommandError(f"cannot read or make the secret {path}: {error}") from None
     if not text:
         raise CommandError(f"the secret {path} is empty; remove the file to have a new one made")
+    return text
+
+
+def replaced(data: Path, name: str, text: str) -> str:
+    """Put another secret in the place of a stored one."""
+    folder = data / "secrets"
+    handle, temporary = tempfile.mkstemp(dir=folder)  # mode 0600
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    Path(temporary).replace(folder / name)
     return text
 
 

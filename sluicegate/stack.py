@@ -32,8 +32,7 @@ def up(arguments: Namespace) -> None:
         data.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CommandError(f"cannot use the data folder {data}: {error.strerror}") from None
-    if arguments.port:
-        _check_port(arguments.host, arguments.port)
+    _check_port(arguments.host, arguments.port)
     if is_running(data):
         raise CommandError(f"a stack is already running in {data}; stop it with: sluicegate down --data {data}")
     name, model = resolve(arguments.model, data)
@@ -144,17 +143,25 @@ def _detach(data: Path) -> None:
             [sys.executable, "-m", "sluicegate", *flags],
             stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
+    try:
+        _wait_until_up(process, data, log)
+    except BaseException:
+        process.terminate()  # Ctrl-C, too, leaves nothing behind
+        process.wait()
+        raise
+    print(log.read_text(encoding="utf-8", errors="replace").replace(" Ctrl-C stops the stack.", ""), end="")
+    print(f"Stop it with: sluicegate down --data {data}")
+
+
+def _wait_until_up(process: "subprocess.Popen[bytes]", data: Path, log: Path) -> None:
     end_s = time.monotonic() + DETACH_TIMEOUT_S
     while (read_stack(data) or {}).get("supervisor") != process.pid:
         if process.poll() is not None:
             lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
             raise CommandError((lines[-1] if lines else "the stack ended at once").removeprefix("sluicegate: "))
         if time.monotonic() > end_s:
-            process.terminate()
             raise CommandError(f"the stack was not ready within {DETACH_TIMEOUT_S:g} seconds (log: {log})")
         time.sleep(0.05)
-    print(log.read_text(encoding="utf-8", errors="replace").replace(" Ctrl-C stops the stack.", ""), end="")
-    print(f"Stop it with: sluicegate down --data {data}")
 
 
 def is_running(data: Path) -> bool:
@@ -165,8 +172,10 @@ def is_running(data: Path) -> bool:
 
 def _is_ours(stack: dict[str, Any], pid: Any) -> bool:
     """Whether a pid is still the process that the stack started."""
-    started = (stack.get("started") or {}).get(str(pid))
-    return isinstance(pid, int) and started is not None and start_time(pid) == started
+    started = stack.get("started")
+    if type(pid) is not int or not isinstance(started, dict):
+        return False
+    return started.get(str(pid)) is not None and start_time(pid) == started[str(pid)]
 
 
 def down(arguments: Namespace) -> None:
@@ -176,19 +185,26 @@ def down(arguments: Namespace) -> None:
     if stack is None:
         print(f"No stack is running in {data}.")
         return
-    supervisor = int(stack.get("supervisor") or 0)
+    supervisor: Any = stack.get("supervisor")
     if _is_ours(stack, supervisor):
-        os.kill(int(supervisor or 0), signal.SIGTERM)
+        os.kill(supervisor, signal.SIGTERM)
         _wait_until_gone(stack, [supervisor], DOWN_TIMEOUT_S)
     # Without a supervisor, what may be left was told to end by the kernel; make sure, in the same order.
-    pids = stack.get("pids") or {}
-    for group in (pids.get("gateway") or [], pids.get("workers") or [], [pids.get("redis")]):
-        left = [pid for pid in group if isinstance(pid, int) and _is_ours(stack, pid)]
+    for group in _groups(stack):
+        left = [pid for pid in group if _is_ours(stack, pid)]
         for pid in left:
             os.kill(pid, signal.SIGTERM)
         _wait_until_gone(stack, left, DOWN_TIMEOUT_S)
     (data / STACK_FILE).unlink(missing_ok=True)
     print(f"Stopped the stack in {data}.")
+
+
+def _groups(stack: dict[str, Any]) -> list[list[Any]]:
+    """Gateways, workers, Redis. The file may have been altered: what isn't a list of pids is none."""
+    pids = stack.get("pids")
+    named = pids if isinstance(pids, dict) else {}
+    groups = [named.get("gateway"), named.get("workers"), [named.get("redis")]]
+    return [group if isinstance(group, list) else [] for group in groups]
 
 
 def _wait_until_gone(stack: dict[str, Any], pids: list[Any], timeout_s: float) -> None:

@@ -24,7 +24,7 @@ from protocol.tenancy import new_api_key
 from sluicegate.child import Child, start_time
 from sluicegate.environment import STACK_FILE
 from sluicegate.errors import CommandError
-from sluicegate.secrets import DEMO_FILE, admin_key, derived_keys, stored
+from sluicegate.secrets import DEMO_FILE, admin_key, derived_keys, replaced, stored
 from sluicegate.stack_settings import StackSettings
 from sluicegate.valkey import embedded_valkey, free_port
 
@@ -104,7 +104,7 @@ class Supervisor:
             await asyncio.sleep(0.05)
 
     async def _prepare_tenants(self) -> str:
-        """A demo tenant whose key is the same at each start."""
+        """A demo tenant whose key is the same at each start, unless it was revoked."""
         data = self._settings.data
         secret = stored(data, DEMO_FILE, new_api_key)
         client = Redis.from_url(self._redis_url)
@@ -112,8 +112,9 @@ class Supervisor:
             store = TenantStore(client, KeySpace(), derived_keys(data).key_pepper)
             try:
                 await store.create_tenant(DEMO_TENANT, "Demo")
-            except TenantStoreError:
-                pass  # it is there since an earlier start
+            except TenantStoreError:  # it is there since an earlier start
+                if await store.find_key(secret) is None:
+                    secret = replaced(data, DEMO_FILE, new_api_key())
             await store.adopt_key(secret, DEMO_TENANT, "demo")
         finally:
             await client.aclose()

