@@ -216,18 +216,6 @@ def test_the_end_of_valkey_ends_the_command(up: Callable, data: Path) -> None:
     assert f"sluicegate: the stack failed; its logs are in {data / 'logs'}" == output.splitlines()[-1]
 
 
-def test_workers_get_the_flags_of_up(up: Callable, data: Path, stand_ins) -> None:
-    """What `up` was asked for reaches each worker."""
-    script = stand_ins.executable.read_text()
-    stand_ins.executable.write_text(script.replace('note("started")', 'note(" ".join(flags))'))
-    up("--kv-dtype", "fp8", "--integrity", "off", "--kv-tokens", "4096", "--page-size", "32", "--workers", "2")
-    workers = [note for note in stand_ins.notes() if note.startswith("worker ")]
-    assert 2 == len(workers)
-    for note in workers:
-        for flags in ("--kv-dtype fp8", "--integrity off", "--kv-tokens 4096", "--page-size 32", "--name tiny"):
-            assert flags in note
-
-
 def test_no_secret_is_in_a_command_line(up: Callable, data: Path) -> None:
     """Keys and passwords travel by environment and files: anybody may list processes."""
     up()
