@@ -73,7 +73,7 @@ async def running_parts(settings: GatewaySettings) -> AsyncIterator[Parts]:
         stack.push_async_callback(reader.close)
         submitter = Submitter(link, settings.job_signing_key, settings.max_waiting_jobs)
         generations = Generations(settings, link, reader, submitter, store)
-        directory.on_refresh = Liveness(reader, submitter).look
+        directory.on_refresh = Liveness(link, reader, submitter).look
         auth = Authenticator(link, store, settings.key_pepper, settings.admin_key, settings.key_cache_s)
         tasks = [asyncio.create_task(job) for job in (reader.keep_open(), reader.run(), directory.run())]
         stack.push_async_callback(_cancel, tasks)
@@ -138,15 +138,15 @@ def _port(runner: web.AppRunner) -> int:
 async def _drain(parts: Parts, site: web.TCPSite) -> None:
     """Answers may finish; what's left after the grace time gets an error frame."""
     parts.is_draining = True
-    _log.info("gateway_draining", open_requests=parts.generations.num_open)
+    _log.info("gateway_draining", open_requests=parts.num_answering)
     await site.stop()
     await _wait_until_idle(parts, parts.settings.drain_grace_s)
-    if parts.generations.num_open:
+    if parts.num_answering:
         parts.generations.fail_all(Failed("shutting_down", "the gateway was stopped before the answer was complete"))
         await _wait_until_idle(parts, LAST_WORDS_S)
 
 
 async def _wait_until_idle(parts: Parts, timeout_s: float) -> None:
     end_s = asyncio.get_running_loop().time() + timeout_s
-    while parts.generations.num_open and asyncio.get_running_loop().time() < end_s:
+    while parts.num_answering and asyncio.get_running_loop().time() < end_s:
         await asyncio.sleep(0.05)

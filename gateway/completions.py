@@ -7,8 +7,9 @@ from typing import Literal
 import structlog
 from aiohttp import web
 
+from gateway.auth import Principal
 from gateway.body import read_body
-from gateway.errors import ApiError, from_failure, unavailable
+from gateway.errors import ApiError, crashed, from_failure, unavailable
 from gateway.generation import Generation, raise_if_failed
 from gateway.intake.call import GenerationCall
 from gateway.parts import PARTS, Parts
@@ -35,6 +36,16 @@ async def _answer(request: web.Request, kind: Literal["chat", "completion"]) -> 
     structlog.contextvars.bind_contextvars(tenant=caller.tenant)
     if parts.is_draining:
         raise unavailable("This gateway is shutting down; try again.", "shutting_down")
+    parts.num_answering += 1
+    try:
+        return await _admitted(request, parts, kind, caller)
+    finally:
+        parts.num_answering -= 1
+
+
+async def _admitted(
+    request: web.Request, parts: Parts, kind: Literal["chat", "completion"], caller: Principal
+) -> web.StreamResponse:
     body = await read_body(request, parts.settings.max_body_bytes, parts.settings.body_timeout_s)
     call = await parts.intake.call(kind, body)
     del body
@@ -97,6 +108,14 @@ class _Relay:
         except SlowReader:
             _log.warning("slow_reader_cut_off")
             raise
+        except ConnectionError:
+            raise
+        except Exception as error:
+            # A second status line would corrupt what the client has: once a byte is out, every failure is an event.
+            if not self._stream.is_open:
+                raise
+            _log.exception("stream_crashed", error=type(error).__name__)
+            await self._stream.send([b"data: " + crashed().body() + b"\n\n", DONE])
         return await self._stream.end()
 
     async def _relay_once(self) -> None:

@@ -65,6 +65,11 @@ def unavailable(message: str, code: str = "service_unavailable", retry_after_s: 
     return ApiError(503, message, "server_error", code, headers={"Retry-After": str(retry_after_s)})
 
 
+def crashed() -> ApiError:
+    """500 for a bug of ours, which the log describes."""
+    return ApiError(500, "The server had an error while answering.", "server_error", "internal_error")
+
+
 _STATUS: dict[FailureCode, int] = {
     "internal_error": 500,
     "worker_lost": 503,

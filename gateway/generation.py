@@ -10,7 +10,7 @@ from gateway.auth import Principal
 from gateway.errors import from_failure
 from gateway.intake.call import GenerationCall
 from gateway.mailbox import Mailbox, PendingJob
-from gateway.redis_link import NETWORK_ERRORS, RedisLink
+from gateway.redis_link import COMMAND_TIMEOUT_S, NETWORK_ERRORS, RedisLink
 from gateway.reply_reader import ReplyReader
 from gateway.settings import GatewaySettings
 from gateway.submitter import Submitter, now_ms
@@ -35,8 +35,8 @@ class Generation:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all jobs have ended."""
-        return all(job.is_finished for job in self.jobs)
+        """Whether all jobs have ended and everything they said was taken: a job can end while its last replies still wait here."""
+        return self._mailbox.is_empty and all(job.is_finished for job in self.jobs)
 
     def usage(self) -> tuple[int, int, int]:
         """Prompt, cached and completion tokens of the jobs that are done."""
@@ -80,7 +80,7 @@ class Generations:
             self._open.discard(generation)
             for job in pending:
                 self._reader.forget(job)
-                if not job.is_finished:
+                if not job.is_finished or job.has_failed_here:
                     self._submitter.withdraw(job)
             self._settle(call, caller, pending)
 
@@ -144,7 +144,8 @@ class Generations:
 
     async def _write_usage(self, caller: Principal, amounts: dict[str, int]) -> None:
         try:
-            await self._store.add_usage(caller.tenant, amounts)
+            async with asyncio.timeout(COMMAND_TIMEOUT_S):
+                await self._store.add_usage(caller.tenant, amounts)
         except NETWORK_ERRORS as error:
             self._link.failed(error)
             _log.error("usage_not_written", tenant=caller.tenant, **amounts)

@@ -6,6 +6,7 @@ import structlog
 
 from gateway.mailbox import PendingJob
 from gateway.model_directory import Fleet
+from gateway.redis_link import RedisLink
 from gateway.reply_reader import ReplyReader
 from gateway.submitter import Submitter
 from protocol.replies import Failed
@@ -16,12 +17,15 @@ UNSERVED_GRACE_S = 10.0
 # A worker's first heartbeat may come after its first reply.
 LOST_GRACE_S = 1.0
 DEADLINE_GRACE_S = 2.0
+# A Redis that restarts is waited for; a client isn't kept waiting for one that stays away.
+OUTAGE_GRACE_S = 15.0
 
 
 class Liveness:
     """Looks at all waiting jobs each time that the picture of the fleet is renewed."""
 
-    def __init__(self, reader: ReplyReader, submitter: Submitter) -> None:
+    def __init__(self, link: RedisLink, reader: ReplyReader, submitter: Submitter) -> None:
+        self._link = link
         self._reader = reader
         self._submitter = submitter
 
@@ -48,6 +52,8 @@ class Liveness:
             self._end(job, Failed("model_unavailable", "no worker serves this model any more"), is_gone=True)
         elif now_s > job.deadline_s + DEADLINE_GRACE_S:
             self._end(job, Failed("deadline_exceeded", "the request's time limit has passed"), is_gone=False)
+        elif self._link.down_s > OUTAGE_GRACE_S:
+            self._end(job, Failed("model_unavailable", "the request queue is not reachable"), is_gone=False)
         elif job.mailbox.is_overfull:
             self._end(job, Failed("overloaded", "the answer was not read"), is_gone=False)
 

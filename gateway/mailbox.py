@@ -32,6 +32,11 @@ class Mailbox:
         self._arrived.set()
 
     @property
+    def is_empty(self) -> bool:
+        """Whether all that has come was taken."""
+        return not self._waiting
+
+    @property
     def is_overfull(self) -> bool:
         """Whether nobody seems to read."""
         return len(self._waiting) > MAX_WAITING_REPLIES
@@ -59,6 +64,7 @@ class PendingJob:
     unserved_since_s: float | None = None
     completion_tokens: int = 0
     last: Done | Failed | None = None
+    has_failed_here: bool = False  # ended from this side: its worker may still be at it
     _next_sequence: int = 0
     _last_kind: type | None = None
 
@@ -86,6 +92,7 @@ class PendingJob:
     def fail(self, failed: Failed) -> None:
         """End the job from this side."""
         if not self.is_finished:
+            self.has_failed_here = True
             self._note(failed)
 
     def _note(self, reply: Reply) -> None:

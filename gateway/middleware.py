@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 from aiohttp import web
 
-from gateway.errors import ApiError
+from gateway.errors import ApiError, crashed
 from gateway.parts import PARTS
 
 _log = structlog.get_logger(__name__)
@@ -56,7 +56,7 @@ async def _handled(request: web.Request, handler: Handler) -> web.StreamResponse
         raise  # the client has gone; there's nobody to answer
     except Exception as error:
         _log.exception("request_crashed", error=type(error).__name__)
-        return _response(ApiError(500, "The server had an error while answering.", "server_error", "internal_error"))
+        return _response(crashed())
 
 
 def _response(error: ApiError) -> web.Response:

@@ -22,10 +22,11 @@ class Fleet:
     """One picture: live workers' status by model."""
 
     statuses: dict[ModelName, list[WorkerStatus]] = field(default_factory=dict)
+    live: dict[ModelName, set[WorkerId]] = field(default_factory=dict)
 
     def live_workers(self, model: ModelName) -> set[WorkerId]:
-        """Ids of a model's live workers."""
-        return {status.worker_id for status in self.statuses.get(model, [])}
+        """Ids of a model's live workers, those of another version whose status we can't read included."""
+        return self.live.get(model, set())
 
     @property
     def num_serving(self) -> int:
@@ -48,7 +49,8 @@ class ModelDirectory:
             try:
                 await self.refresh()
             except ApiError:
-                pass  # the link has logged it; the picture stays as it was
+                # The link has logged it. The picture stays as it was, but deadlines go on passing.
+                self.on_refresh(self.fleet)
             await asyncio.sleep(REFRESH_S)
 
     async def refresh(self) -> None:
@@ -56,13 +58,16 @@ class ModelDirectory:
         client, keys = self._link.commands, self._link.keys
         names = await self._link.call(client.eval(LIVE_MODELS, 1, keys.models))
         statuses: dict[ModelName, list[WorkerStatus]] = {}
+        live: dict[ModelName, set[WorkerId]] = {}
         for raw_name in names:
-            model = ModelName(raw_name.decode())
+            model = ModelName(raw_name.decode("utf-8", "replace"))
             workers = await self._link.call(client.eval(LIVE_WORKERS, 1, keys.workers(model)))
-            found = await self._statuses(model, [WorkerId(worker.decode()) for worker in workers])
+            ids = [WorkerId(worker.decode("utf-8", "replace")) for worker in workers]
+            live[model] = set(ids)
+            found = await self._statuses(model, ids)
             if found:
                 statuses[model] = found
-        self.fleet = Fleet(statuses)
+        self.fleet = Fleet(statuses, live)
         self.on_refresh(self.fleet)
 
     async def _statuses(self, model: ModelName, workers: list[WorkerId]) -> list[WorkerStatus]:
@@ -81,28 +86,42 @@ class ModelDirectory:
         """All models with a live worker; raises ApiError."""
         models = []
         for name, statuses in sorted(self.fleet.statuses.items()):
-            cards = [await self._card(name, digest) for digest in sorted({s.card_digest for s in statuses})]
-            limit = min(card.max_request_tokens for card in cards)
-            models.append(ServedModel(name, statuses[0].card_digest, limit))
+            found = await self._known_cards(name, statuses)
+            if found:
+                limit = min(card.max_request_tokens for card in found.values())
+                models.append(ServedModel(name, next(iter(found)), limit))
         return models
 
     async def cards(self) -> list[ModelCard]:
         """One card for each model with a live worker; raises ApiError."""
-        return [await self._card(name, s[0].card_digest) for name, s in sorted(self.fleet.statuses.items())]
+        found = [await self._known_cards(name, statuses) for name, statuses in sorted(self.fleet.statuses.items())]
+        return [next(iter(cards.values())) for cards in found if cards]
+
+    async def _known_cards(self, model: ModelName, statuses: list[WorkerStatus]) -> dict[str, ModelCard]:
+        """A model's cards by digest. One that has just expired, or is of another version, must not take other models with it."""
+        found = {}
+        for digest in dict.fromkeys(status.card_digest for status in statuses):
+            card = await self._card(model, digest)
+            if card is not None:
+                found[digest] = card
+        return found
 
     async def card(self, digest: str) -> ModelCard:
         """The card under a digest that `served` gave; raises ApiError if it is gone meanwhile."""
         for name, statuses in self.fleet.statuses.items():
-            if any(status.card_digest == digest for status in statuses):
-                return await self._card(name, digest)
+            card = await self._card(name, digest) if any(s.card_digest == digest for s in statuses) else None
+            if card is not None:
+                return card
         raise unavailable("The model's workers have just gone; try again.")
 
-    async def _card(self, model: ModelName, digest: str) -> ModelCard:
+    async def _card(self, model: ModelName, digest: str) -> ModelCard | None:
         if digest not in self._cards:
             raw = await self._link.call(self._link.commands.get(self._link.keys.card(model, digest)))
-            if raw is None:
-                raise unavailable("The model's description has just expired; try again.")
+            try:
+                card = decode(ModelCard, raw or b"")
+            except DecodeError:
+                return None
             if len(self._cards) >= MAX_CARDS:
                 self._cards.clear()
-            self._cards[digest] = decode(ModelCard, raw)
+            self._cards[digest] = card
         return self._cards[digest]

@@ -29,6 +29,7 @@ class Parts:
     metrics: Metrics
     tasks: list[asyncio.Task[None]]
     is_draining: bool = False
+    num_answering: int = 0  # requests past authentication, whether their jobs are queued yet or not
 
 
 PARTS = web.AppKey("parts", Parts)

@@ -5,6 +5,7 @@ at once; the change of state is logged once, in whichever direction.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -31,6 +32,16 @@ NETWORK_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
 T = TypeVar("T")
 
 
+class _BoundedRedis(Redis):
+    """A client with a deadline for each command. Pipelines need one of their own."""
+
+    command_timeout_s = COMMAND_TIMEOUT_S
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        async with asyncio.timeout(self.command_timeout_s):
+            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+
+
 class RedisLink:
     """Clients, key names, and the last known state."""
 
@@ -39,6 +50,7 @@ class RedisLink:
         self.blocking = blocking
         self.keys = keys
         self.is_up = True
+        self._down_since_s = 0.0
 
     async def call(self, command: Awaitable[T]) -> T:
         """A command's result; raises ApiError 503 if Redis doesn't give one."""
@@ -54,7 +66,13 @@ class RedisLink:
         """Note that Redis did not answer."""
         if self.is_up:
             _log.error("redis_unreachable", error=type(error).__name__)
+            self._down_since_s = time.monotonic()
         self.is_up = False
+
+    @property
+    def down_s(self) -> float:
+        """For how long Redis has not answered."""
+        return 0.0 if self.is_up else time.monotonic() - self._down_since_s
 
     def answered(self) -> None:
         """Note that Redis did answer."""
@@ -77,12 +95,16 @@ async def open_redis(url: str, key_prefix: str) -> AsyncIterator[RedisLink]:
 
 def _client(url: str, timeout_s: float, max_connections: int) -> Any:
     # No automatic retries: a command whose answer got lost may have been carried out, and only the caller knows what that means.
+    # And no socket_timeout: under Python 3.11 redis-py then goes through asyncio.wait_for, which loses a cancellation that comes in the tick
+    # of the answer. The deadline is set around each command instead.
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=max_connections,
         timeout=COMMAND_TIMEOUT_S,
-        socket_timeout=timeout_s,
+        socket_timeout=None,
         socket_connect_timeout=COMMAND_TIMEOUT_S,
         retry=Retry(NoBackoff(), 0),
     )
-    return Redis.from_pool(pool)
+    client: Any = _BoundedRedis.from_pool(pool)
+    client.command_timeout_s = timeout_s
+    return client

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any
 
 from aiohttp import web
@@ -46,16 +46,19 @@ class EventStream:
         payload = b"".join(events)
         if not payload:
             return
+        await self._bounded(self._response.write(payload))
+
+    async def end(self) -> web.StreamResponse:
+        """A clean end of the body; raises SlowReader if the client doesn't take the rest in time."""
+        await self._bounded(self._response.write_eof())
+        return self._response
+
+    async def _bounded(self, write: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(self._slow_reader_s):
-                await self._response.write(payload)
+                await write
         except TimeoutError:
             transport = self._request.transport
             if transport is not None:
                 transport.abort()
             raise SlowReader from None
-
-    async def end(self) -> web.StreamResponse:
-        """A clean end of the body."""
-        await self._response.write_eof()
-        return self._response

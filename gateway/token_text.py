@@ -1,5 +1,6 @@
 """Tokens and logprobs in the forms that OpenAI's two APIs give them."""
 
+import codecs
 from typing import Any
 
 from protocol.replies import TokenLogprob
@@ -30,13 +31,15 @@ class LegacyLogprobs:
 
     def __init__(self) -> None:
         self._offset = 0
+        # Counts a character that is split over tokens once, where it's complete.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def lists(self, tokens: list[bytes], entries: list[TokenLogprob | None]) -> dict[str, Any]:
         """The next entries. One without a value (the first of an echoed prompt) is null."""
         offsets = []
         for raw in tokens:
             offsets.append(self._offset)
-            self._offset += len(raw.decode("utf-8", "replace"))
+            self._offset += len(self._decoder.decode(raw))
         return {
             "tokens": [token_text(raw) for raw in tokens],
             "token_logprobs": [None if entry is None else entry.logprob for entry in entries],

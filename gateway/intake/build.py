@@ -6,10 +6,10 @@ from typing import Any, Literal
 from gateway.errors import bad_request, model_not_found
 from gateway.intake.call import GenerationCall, IntakeLimits, ServedModel
 from gateway.intake.chat_body import chat_body
-from gateway.intake.completion_body import completion_body
+from gateway.intake.completion_body import DEFAULT_MAX_TOKENS, completion_body
 from gateway.intake.encoder import PromptEncoder
 from gateway.intake.fields import Fields, parse_object
-from gateway.intake.sampling_fields import sampling_params, with_room
+from gateway.intake.sampling_fields import MAX_TOKENS, sampling_params, with_room
 from protocol.job import SamplingParams
 
 MAX_SALT_CHARACTERS = 128
@@ -33,17 +33,17 @@ def build_call(
         chat = chat_body(fields)
         sampling = sampling_params(fields, encoder.vocab_size, chat.max_tokens, chat.logprobs)
         prompts = [encoder.chat(chat.messages)]
-        params, echo = ["messages"], False
+        params, echo, default = ["messages"], False, MAX_TOKENS
     else:
         completion = completion_body(fields, encoder.vocab_size, limits.max_prompts)
         sampling = sampling_params(fields, encoder.vocab_size, completion.max_tokens, completion.logprobs)
         prompts = [p if isinstance(p, tuple) else encoder.text(p) for p in completion.prompts]
-        params, echo = ["prompt"] * len(prompts), completion.echo
+        params, echo, default = ["prompt"] * len(prompts), completion.echo, DEFAULT_MAX_TOKENS
     return GenerationCall(
         kind=kind,
         model=model.name,
         prompts=tuple(prompts),
-        samplings=_samplings(sampling, prompts, params, model.max_request_tokens),
+        samplings=_samplings(sampling, prompts, params, model.max_request_tokens, default),
         n=n,
         stream=stream,
         include_usage=_include_usage(fields, stream),
@@ -63,9 +63,9 @@ def _model(fields: Fields, models: dict[str, ServedModel]) -> ServedModel:
 
 
 def _samplings(
-    sampling: SamplingParams, prompts: list[tuple[int, ...]], params: list[str], limit: int
+    sampling: SamplingParams, prompts: list[tuple[int, ...]], params: list[str], limit: int, default: int
 ) -> tuple[SamplingParams, ...]:
-    return tuple(with_room(sampling, len(p), limit, param) for p, param in zip(prompts, params, strict=True))
+    return tuple(with_room(sampling, len(p), limit, param, default) for p, param in zip(prompts, params, strict=True))
 
 
 def _include_usage(fields: Fields, stream: bool) -> bool:

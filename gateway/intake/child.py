@@ -13,7 +13,7 @@ import sys
 from collections import OrderedDict
 from typing import Any
 
-from gateway.errors import ApiError, bad_request, unavailable
+from gateway.errors import ApiError, bad_request, crashed, unavailable
 from gateway.intake.build import build_call
 from gateway.intake.call import IntakeLimits, ServedModel
 from gateway.intake.encoder import PromptEncoder
@@ -23,6 +23,7 @@ from protocol.model_card import TokenizerSpec
 
 MAX_MEMORY_BYTES = 2 * 1024**3  # of address space: a template that builds a huge string fails alone
 MAX_LOADED = 8
+MAX_REQUEST_S = 120
 
 
 class _NeedCard(Exception):
@@ -50,6 +51,9 @@ class Intake:
             return _error(error)
         except MemoryError:
             return _error(bad_request("The request needs too much memory to be prepared."))
+        except Exception as error:  # not shown: its text may hold a prompt
+            print(f"intake: {type(error).__name__}", file=sys.stderr, flush=True)
+            return _error(crashed())
 
     def _load(self, digest: str, raw: bytes) -> None:
         try:
@@ -82,7 +86,11 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     intake, stdin, stdout = Intake(), sys.stdin.buffer, sys.stdout.buffer
     while (request := read_frame(stdin)) is not None:
-        stdout.write(frame(intake.answer(request)))
+        # The gateway kills us long before; this is for a loop that outlives a gateway which was itself killed.
+        signal.alarm(MAX_REQUEST_S)
+        answer = intake.answer(request)
+        signal.alarm(0)
+        stdout.write(frame(answer))
         stdout.flush()
 
 

@@ -26,7 +26,7 @@ class CompletionBody:
     """The parts that only text completions have."""
 
     prompts: list[Prompt]
-    max_tokens: int
+    max_tokens: int | None
     logprobs: int | None
     echo: bool
 
@@ -41,7 +41,7 @@ def completion_body(fields: Fields, vocab_size: int, max_prompts: int) -> Comple
     max_tokens = fields.integer("max_tokens", 0 if echo else 1, MAX_TOKENS)
     return CompletionBody(
         prompts=_prompts(fields, vocab_size, max_prompts),
-        max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
+        max_tokens=max_tokens,
         logprobs=fields.integer("logprobs", 0, MAX_TOP_LOGPROBS),
         echo=echo,
     )

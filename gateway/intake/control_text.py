@@ -1,8 +1,8 @@
 """User text can't become control tokens.
 
-Before a template sees a user's string, each place in it where a control token's text stands, or could be completed by what follows, gets an
-unguessable mark inside. The rendered prompt is then split at control tokens: all that are found were written by the template. The marks
-are taken out of the text between them, which is encoded as plain text.
+Before a template sees a user's string, each character that begins a control token in it is replaced by an unguessable mark. So is one at which
+a control token could begin or go on together with what the template writes next to the string. The rendered prompt is then split at control
+tokens: all that are found were written by the template. In the text between them the marks become their characters again.
 """
 
 import re
@@ -17,46 +17,55 @@ class ControlText:
 
     def __init__(self, control_tokens: Mapping[str, int]) -> None:
         self._ids = dict(control_tokens)
-        by_length = sorted(self._ids, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, by_length))) if by_length else None
-        self._beginnings = {token[:size] for token in by_length for size in range(1, len(token))}
-        self._longest = max(map(len, by_length), default=0)
+        by_length = sorted(filter(None, self._ids), key=len, reverse=True)
+        either = "|".join(map(re.escape, by_length))
+        self._pattern = re.compile(either) if by_length else None
+        # A look-ahead finds a token that begins inside another one as well.
+        self._starts = re.compile(f"(?={either})")
+        self._heads = {token[:size] for token in by_length for size in range(1, len(token))}
+        self._tails = {token[start:] for token in by_length for start in range(1, len(token))}
+        self._tokens = by_length
 
     def new_mark(self) -> str:
-        """A mark for one prompt."""
-        # A private-use character keeps tokenizer-minded template code, such as strip(), from touching it.
-        return f"\ue000{secrets.token_hex(8)}\ue001"
+        """What the marks of one prompt begin with."""
+        # Private-use characters and digits: template code such as strip() or upper() leaves them as they are.
+        return f"\ue000{secrets.randbits(64):020d}-"
 
     def protect(self, text: str, mark: str) -> str:
-        """The text with a mark in every control token's text, and in an end that a template could complete to one."""
+        """The text, in which nothing is or can become part of a control token."""
         if self._pattern is None:
             return text
-        marked = self._pattern.sub(lambda match: match[0][0] + mark + match[0][1:], text)
-        return self._protect_end(marked, mark)
+        places = {match.start() for match in self._starts.finditer(text)} | self._edges(text)
+        parts, position = [], 0
+        for place in sorted(places):
+            parts += [text[position:place], mark, str(ord(text[place])), "\ue001"]
+            position = place + 1
+        return "".join([*parts, text[position:]])
 
     def split(self, rendered: str, mark: str) -> list[Piece]:
-        """The rendered prompt as plain text and control token ids, in order, marks removed."""
-        if self._pattern is None:
-            return [rendered.replace(mark, "")] if rendered else []
+        """The rendered prompt as plain text and control token ids, in order, marks undone."""
+        marks = re.compile(re.escape(mark) + "([0-9]{1,7})\ue001")
         pieces: list[Piece] = []
         position = 0
-        for match in self._pattern.finditer(rendered):
-            _add_text(pieces, rendered[position : match.start()].replace(mark, ""))
+        for match in self._pattern.finditer(rendered) if self._pattern else ():
+            _add_text(pieces, rendered[position : match.start()], marks)
             pieces.append(self._ids[match[0]])
             position = match.end()
-        _add_text(pieces, rendered[position:].replace(mark, ""))
+        _add_text(pieces, rendered[position:], marks)
         return pieces
 
-    def _protect_end(self, text: str, mark: str) -> str:
-        """A beginning of a control token at the end, also behind white space that a template may strip, is cut after its first character."""
-        kept = text.rstrip()
-        for size in range(min(self._longest - 1, len(kept)), 0, -1):
-            if kept[-size:] in self._beginnings:
-                cut = len(kept) - size + 1
-                return text[:cut] + mark + text[cut:]
-        return text
+    def _edges(self, text: str) -> set[int]:
+        """Places where the string's begin or end, white space aside (a template may strip it), could meet the template's text to form a token."""
+        end, start = len(text.rstrip()), len(text) - len(text.lstrip())
+        longest = len(self._tokens[0])
+        places = {place for place in range(max(start, end - longest), end) if text[place:end] in self._heads}
+        if any(text[start : start + size] in self._tails for size in range(1, min(longest, end - start) + 1)) or (
+            end - start < longest and any(text[start:end] in token for token in self._tokens) and end > start
+        ):
+            places.add(start)
+        return places
 
 
-def _add_text(pieces: list[Piece], text: str) -> None:
+def _add_text(pieces: list[Piece], text: str, marks: re.Pattern[str]) -> None:
     if text:
-        pieces.append(text)
+        pieces.append(marks.sub(lambda match: chr(int(match[1])), text))

@@ -94,9 +94,11 @@ class IntakePool:
             _log.warning("intake_process_died", body_bytes=len(body))
             raise unavailable("The request could not be prepared; try again.") from None
         finally:
-            if back is None and process is not None:
-                await asyncio.shield(self._end(process))
-            self._idle.put_nowait(back)
+            try:
+                if back is None and process is not None:
+                    await asyncio.shield(self._end(process))
+            finally:  # a second interruption must not cost the pool a place
+                self._idle.put_nowait(back)
         return _result(answer)
 
     async def _ask(self, process: _Process, request: list[Any]) -> list[Any]:

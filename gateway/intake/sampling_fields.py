@@ -4,7 +4,7 @@ import secrets
 from dataclasses import replace
 
 from gateway.errors import ApiError, bad_request
-from gateway.intake.fields import Fields
+from gateway.intake.fields import Fields, checked_text
 from protocol.job import SamplingParams
 
 MAX_TOKENS = 2**31 - 1
@@ -41,8 +41,11 @@ def sampling_params(fields: Fields, vocab_size: int, max_tokens: int | None, log
     )
 
 
-def with_room(sampling: SamplingParams, num_prompt: int, limit: int, param: str) -> SamplingParams:
-    """Sampling for a prompt of `num_prompt` tokens where prompt and output together may be `limit`; raises ApiError if they can't."""
+def with_room(sampling: SamplingParams, num_prompt: int, limit: int, param: str, default: int) -> SamplingParams:
+    """Sampling for a prompt of `num_prompt` tokens where prompt and output together may be `limit`; raises ApiError if they can't.
+
+    Where the client set no max_tokens it's `default`, or what still fits.
+    """
     if num_prompt == 0:
         raise bad_request(f"Invalid '{param}': the prompt is empty.", param)
     wanted = sampling.max_tokens
@@ -50,7 +53,7 @@ def with_room(sampling: SamplingParams, num_prompt: int, limit: int, param: str)
     if room < 0 or (room == 0 and wanted != 0):
         raise _too_long(f"your prompt has {num_prompt} tokens", limit, param)
     if wanted == _UNSET:
-        wanted = room
+        wanted = min(room, default)
     elif wanted > room:
         raise _too_long(f"your prompt has {num_prompt} tokens and you asked for {wanted} more", limit, param)
     if sampling.min_tokens > wanted:
@@ -80,7 +83,7 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     for value in values:
         if not 1 <= len(value) <= MAX_STOP_CHARACTERS:
             raise bad_request(f"Invalid 'stop': each must have 1 to {MAX_STOP_CHARACTERS} characters.", "stop")
-    return tuple(values)
+    return tuple(checked_text(value, "stop") for value in values)
 
 
 def _stop_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:

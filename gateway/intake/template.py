@@ -39,7 +39,8 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        self._special = {"bos_token": bos_token, "eos_token": eos_token}
+        # Templates written for transformers may test `tools is not none`, where an undefined name would pass.
+        self._special = {"bos_token": bos_token, "eos_token": eos_token, "tools": None, "documents": None}
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:

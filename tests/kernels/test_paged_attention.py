@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.kv_pool import KvLayout
+from kernels.kv_pool import AttentionRows, KvLayout, KvPool
 from kernels.paged_attention import paged_attention
 
 
@@ -82,6 +82,16 @@ def test_scales_belong_to_kv_heads_and_their_side(backend, make_paged):
         scale[1, 2] = 1.0
     case.pool.k_scale[0] = 5.0
     assert torch.equal(before, case.attend(backend))
+
+
+def test_every_stored_code_reads_back(backend):
+    """One key has weight 1, so that its value comes out as it was stored: each e4m3 code exactly, NaN codes as NaN."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    pool = KvPool.allocate(KvLayout(1, 1, 1, 256, 1, "fp8"), v_scale=torch.full((1, 1), 2.0**-3))
+    pool.v.view(256).copy_(codes)
+    rows = AttentionRows(torch.zeros(1, 1, dtype=torch.int32), *torch.zeros(2, 1, dtype=torch.int32))
+    y = paged_attention(torch.ones(1, 1, 256), pool, 0, rows, softmax_scale=1.0, backend=backend)
+    assert torch.equal((codes.view(torch.float8_e4m3fn).float() / 8).nan_to_num(500), y.view(256).nan_to_num(500))
 
 
 def test_out_is_written_whole(backend, make_paged, poisoned):
