@@ -9,7 +9,7 @@ import torch
 from protocol.model_card import TokenizerSpec
 from worker.model.config import ModelConfig
 from worker.model.errors import ModelError
-from worker.model.tensors import Rows
+from worker.model.tensors import Rows, is_finite
 
 LAYER_ROLES = ("attn_norm", "q", "k", "v", "o", "ffn_norm", "gate", "up", "down")
 
@@ -58,7 +58,10 @@ class Checkpoint:
         """Divisors of the rotary frequencies [head_dim / 2], if the checkpoint stores them."""
         if self.rope_factors_name is None or self.rope_factors_name not in set(self.source.names()):
             return None
-        return self._vector(self.rope_factors_name, self.config.head_dim // 2)
+        factors = self._vector(self.rope_factors_name, self.config.head_dim // 2)
+        if not bool((factors > 0).all()):
+            raise ModelError(f"{self.label}: tensor {self.rope_factors_name!r} has values that are not positive")
+        return factors
 
     def finish(self) -> None:
         """Raise ModelError if the checkpoint holds a tensor that nobody asked for."""
@@ -70,13 +73,13 @@ class Checkpoint:
         values = self._take(name, (size,))
         if not isinstance(values, torch.Tensor):
             raise ModelError(f"{self.label}: tensor {name!r} is quantized; a vector of f32, f16 or bf16 is expected")
-        if not bool(torch.isfinite(values).all()):
-            raise ModelError(f"{self.label}: tensor {name!r} has values that are not finite")
         return values.float()
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Rows:
         if name in self._taken:
             raise ModelError(f"{self.label}: tensor {name!r} is used twice")
         rows = self.source.read(name, shape)
+        if not is_finite(rows):
+            raise ModelError(f"{self.label}: tensor {name!r} has values that are not finite")
         self._taken.add(name)
         return rows

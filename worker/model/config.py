@@ -7,6 +7,7 @@ from worker.model.errors import ModelError
 
 MAX_LAYERS = 1024
 MAX_SIZE = 1 << 20
+MAX_CONTEXT = 1 << 20  # the rotary table has a row for each position
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class ModelConfig:
                 raise ModelError(f"{source}: {name} {value} is out of range")
         if not 1 <= self.num_layers <= MAX_LAYERS:
             raise ModelError(f"{source}: num_layers {self.num_layers} is out of range")
-        if not 1 <= self.context_length <= 1 << 24:
+        if not 1 <= self.context_length <= MAX_CONTEXT:
             raise ModelError(f"{source}: context_length {self.context_length} is out of range")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{source}: {self.num_heads} heads are no multiple of {self.num_kv_heads} kv heads")

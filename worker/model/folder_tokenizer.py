@@ -6,6 +6,7 @@ from typing import Any
 
 from protocol.model_card import TokenizerSpec
 from worker.model.errors import ModelError
+from worker.model.tokenizer_json import check_document, without_tokens
 
 _MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -18,24 +19,33 @@ def tokenizer_from_folder(folder: Path, vocab_size: int, config: dict[str, Any])
     settings = _optional(folder, "tokenizer_config.json")
     generation = _optional(folder, "generation_config.json")
     added = document.get("added_tokens") or []
+    source = str(folder / "tokenizer.json")
     try:
-        control = {str(token["content"]): int(token["id"]) for token in added}
-        model_vocabulary: dict[str, int] = document["model"]["vocab"]
-    except (KeyError, TypeError, ValueError):
-        raise ModelError(f"{folder / 'tokenizer.json'}: is not a tokenizer with a vocabulary") from None
-    largest = max([*model_vocabulary.values(), *control.values()], default=-1)
-    if largest >= vocab_size:
-        raise ModelError(f"{folder / 'tokenizer.json'}: has token id {largest}, outside the vocabulary of {vocab_size}")
-    ids = {**model_vocabulary, **control}
-    bos_text = _content(settings.get("bos_token"))
+        control: dict[str, int] = {str(token["content"]): token["id"] for token in added}
+        model = _bpe_model(document, source)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ModelError(f"{source}: is not a tokenizer with a vocabulary") from None
+    ids = {**model["vocab"], **control}
+    _check_ids(ids, vocab_size, source)
+    bos_text = _content(settings.get("bos_token")) or _first_added(document.get("post_processor"))
     eos_text = _content(settings.get("eos_token"))
     eos = _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
     if eos_text in ids:
         eos.add(ids[eos_text])
     bos = ids.get(bos_text) if bos_text else _one(config.get("bos_token_id"))
-    adds_bos = bos is not None and _post_processor_adds(document.get("post_processor"), bos, bos_text)
+    if bos is not None and not 0 <= bos < vocab_size:
+        raise ModelError(f"{folder / 'config.json'}: bos_token_id {bos} is outside the vocabulary of {vocab_size}")
+    adds_bos = bos is not None and _first_added(document.get("post_processor")) == bos_text != ""
+    unknown = {str(model.get("unk_token"))}
+    try:
+        model = without_tokens(model, set(control), kept=unknown)
+    except ValueError as error:
+        raise ModelError(f"{source}: {error}") from None
+    plain = {**document, "added_tokens": [], "post_processor": None, "model": model}
+    tokenizer_json = json.dumps(plain, ensure_ascii=False)
+    check_document(tokenizer_json, source)
     return TokenizerSpec(
-        tokenizer_json=json.dumps({**document, "added_tokens": [], "post_processor": None}, ensure_ascii=False),
+        tokenizer_json=tokenizer_json,
         control_tokens=tuple(sorted(control.items(), key=lambda item: item[1])),
         chat_template=_template(folder, settings),
         bos_token_id=bos,
@@ -44,6 +54,27 @@ def tokenizer_from_folder(folder: Path, vocab_size: int, config: dict[str, Any])
         eos_token_ids=tuple(sorted(token for token in eos if 0 <= token < vocab_size)),
         vocab_size=vocab_size,
     )
+
+
+def _bpe_model(document: dict[str, Any], source: str) -> dict[str, Any]:
+    """The tokenizer's model with merges as pairs: older files write "a b"."""
+    model = document["model"]
+    if model.get("type") != "BPE":
+        raise ModelError(f"{source}: tokenizer model {str(model.get('type'))[:50]!r} is not supported (BPE is)")
+    pairs = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
+    if not all(len(pair) == 2 and all(isinstance(part, str) for part in pair) for pair in pairs):
+        raise ModelError(f"{source}: a merge is not two tokens")
+    return {**model, "vocab": dict(model["vocab"]), "merges": pairs}
+
+
+def _check_ids(ids: dict[str, Any], vocab_size: int, source: str) -> None:
+    for token, index in ids.items():
+        if type(index) is not int or not 0 <= index < vocab_size:
+            raise ModelError(
+                f"{source}: token {token[:50]!r} has id {str(index)[:30]}, outside the vocabulary of {vocab_size}"
+            )
+    if len(set(ids.values())) != len(ids):
+        raise ModelError(f"{source}: two tokens have the same id")
 
 
 def _optional(folder: Path, name: str) -> dict[str, Any]:
@@ -68,15 +99,17 @@ def _one(value: Any) -> int | None:
     return min(_ids(value), default=None)
 
 
-def _post_processor_adds(processor: Any, bos: int, bos_text: str) -> bool:
-    """Whether the tokenizer's own post-processing puts the BOS token before a text."""
+def _first_added(processor: Any) -> str:
+    """The token that the tokenizer's own post-processing puts before a text, or nothing."""
     if not isinstance(processor, dict):
-        return False
+        return ""
     if processor.get("type") == "Sequence":
-        return any(_post_processor_adds(part, bos, bos_text) for part in processor.get("processors", []))
-    single = processor.get("single") or []
-    first = single[0] if single and isinstance(single[0], dict) else {}
-    return bool(bos_text) and first.get("SpecialToken", {}).get("id") == bos_text
+        parts = processor.get("processors")
+        return next(filter(None, map(_first_added, parts)), "") if isinstance(parts, list) else ""
+    single = processor.get("single")
+    first = single[0] if isinstance(single, list) and single else None
+    special = first.get("SpecialToken") if isinstance(first, dict) else None
+    return _content(special.get("id")) if isinstance(special, dict) else ""
 
 
 def _template(folder: Path, settings: dict[str, Any]) -> str | None:
@@ -86,7 +119,10 @@ def _template(folder: Path, settings: dict[str, Any]) -> str | None:
     if path.is_file():
         if path.stat().st_size > _MAX_TEMPLATE_BYTES:
             raise ModelError(f"{path}: is larger than {_MAX_TEMPLATE_BYTES} bytes")
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            raise ModelError(f"{path}: cannot be read as UTF-8 text") from None
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named ones: the default is the one for chat
         template = next(

@@ -20,6 +20,8 @@ _STRING, _ARRAY = 8, 9
 _MAX_TENSORS = 1 << 16
 _MAX_METADATA = 1 << 16
 _MAX_DIMENSIONS = 4
+_MAX_NAME_BYTES = 256  # of a key or tensor; they stand in error messages
+_MAX_ARRAY = 1 << 22  # a vocabulary's merges are the longest there are; each element becomes a Python object
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,11 @@ class _Reader:
     def number(self, code: str, what: str) -> Any:
         return struct.unpack(code, self.take(struct.calcsize(code), what))[0]
 
-    def string(self, what: str) -> str:
-        raw = self.take(self.number("<Q", what), what)
+    def string(self, what: str, max_bytes: int | None = None) -> str:
+        size = self.number("<Q", what)
+        if max_bytes is not None and max_bytes < size <= len(self._data) - self.position:
+            raise self.error(f"{what} is {size} bytes long")
+        raw = self.take(size, what)
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
@@ -78,6 +83,8 @@ class _Reader:
         if kind != _ARRAY or depth > 2:
             raise self.error(f"{what} has unknown type {kind}")
         item, count = self.number("<I", what), self.number("<Q", what)
+        if _MAX_ARRAY < count <= len(self._data):
+            raise self.error(f"{what} has {count} elements")
         if item in _SCALARS:
             code = _SCALARS[item][1:]
             size = struct.calcsize("<" + code)
@@ -110,7 +117,7 @@ def _parse(reader: _Reader, path: Path, file_size: int) -> GgufHeader:
         raise reader.error(f"claims {num_tensors} tensors and {num_metadata} metadata entries")
     metadata: dict[str, Any] = {}
     for _ in range(num_metadata):
-        key = reader.string("a metadata key")
+        key = reader.string("a metadata key", _MAX_NAME_BYTES)
         if key in metadata:
             raise reader.error(f"metadata key {key!r} occurs twice")
         metadata[key] = reader.value(reader.number("<I", f"metadata {key!r}"), f"metadata {key!r}")
@@ -131,7 +138,7 @@ def _parse(reader: _Reader, path: Path, file_size: int) -> GgufHeader:
 
 
 def _place(reader: _Reader) -> tuple[str, int, tuple[int, ...], int]:
-    name = reader.string("a tensor's name")
+    name = reader.string("a tensor's name", _MAX_NAME_BYTES)
     num_dimensions = reader.number("<I", f"tensor {name!r}")
     if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
         raise reader.error(f"tensor {name!r} has {num_dimensions} dimensions")

@@ -4,12 +4,13 @@ from typing import Any
 
 from protocol.model_card import TokenizerSpec
 from worker.model.errors import ModelError
-from worker.model.tokenizer_json import byte_level_bpe, sentencepiece_bpe
+from worker.model.tokenizer_json import byte_level_bpe, check_document, sentencepiece_bpe
 
-_CONTROL, _USER_DEFINED, _UNKNOWN = 3, 4, 2
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 # Tokens that end a turn in chat formats whose files name only one end-of-text token.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
-_DEFAULT_ADD_BOS = {"llama": True, "gpt2": False}
+# Where the file doesn't say whether a prompt begins with BOS, these kinds do, as in llama.cpp.
+_ADDS_BOS = ("llama-bpe", "llama3")
 
 
 class _Metadata:
@@ -55,12 +56,14 @@ def tokenizer_from_metadata(metadata: dict[str, Any], vocab_size: int, label: st
         raise fields.error("the vocabulary has a token twice")
     types = fields.items("ggml.token_type", int, vocab_size)
     if model == "gpt2":
-        document = _byte_level(fields, tokens)
+        document = _byte_level(fields, tokens, types)
     elif model == "llama":
         document = _sentencepiece(fields, tokens, types)
     else:
         raise fields.error(f"tokenizer model {model!r} is not supported (gpt2 and llama are)")
+    check_document(document, label)
     add_bos = fields.optional("ggml.add_bos_token", bool)
+    by_default = model == "llama" or fields.optional("ggml.pre", str) in _ADDS_BOS
     bos = fields.token_id("ggml.bos_token_id")
     return TokenizerSpec(
         tokenizer_json=document,
@@ -71,7 +74,7 @@ def tokenizer_from_metadata(metadata: dict[str, Any], vocab_size: int, label: st
         ),
         chat_template=fields.optional("chat_template", str),
         bos_token_id=bos,
-        add_bos=bos is not None and (_DEFAULT_ADD_BOS[model] if add_bos is None else add_bos),
+        add_bos=bos is not None and (by_default if add_bos is None else add_bos),
         eos_token_ids=_eos(fields, tokens, types),
         vocab_size=vocab_size,
     )
@@ -83,7 +86,10 @@ def _eos(fields: _Metadata, tokens: list[str], types: list[int]) -> tuple[int, .
     return tuple(sorted({index for index in named if index is not None} | turns))
 
 
-def _byte_level(fields: _Metadata, tokens: list[str]) -> str:
+def _byte_level(fields: _Metadata, tokens: list[str], types: list[int]) -> str:
+    kind = fields.optional("ggml.pre", str)
+    if kind is None:
+        raise fields.error("metadata 'tokenizer.ggml.pre' is missing: it says how text is split")
     merges = []
     for merge in fields.items("ggml.merges", str, None):
         left, space, right = merge.partition(" ")
@@ -91,7 +97,7 @@ def _byte_level(fields: _Metadata, tokens: list[str]) -> str:
             raise fields.error("a tokenizer merge is not two tokens")
         merges.append((left, right))
     try:
-        return byte_level_bpe(tokens, merges, fields.optional("ggml.pre", str) or "gpt-2")
+        return byte_level_bpe(tokens, merges, kind, excluded=_of_types(tokens, types, _CONTROL, _USER_DEFINED))
     except ValueError as error:
         raise fields.error(str(error)) from None
 
@@ -101,7 +107,16 @@ def _sentencepiece(fields: _Metadata, tokens: list[str], types: list[int]) -> st
     if _UNKNOWN not in types:
         raise fields.error("the vocabulary has no unknown token")
     prefix = fields.optional("ggml.add_space_prefix", bool)
-    # Control tokens take no part in merges: their text never becomes their id.
-    mergeable = [score if kind == 1 else -1e30 for score, kind in zip(scores, types, strict=True)]
-    unknown = tokens[types.index(_UNKNOWN)]
-    return sentencepiece_bpe(tokens, mergeable, unknown, add_space_prefix=prefix is not False)
+    excluded = _of_types(tokens, types, _CONTROL, _USER_DEFINED)
+    return sentencepiece_bpe(
+        tokens,
+        scores,
+        tokens[types.index(_UNKNOWN)],
+        add_space_prefix=prefix is not False,
+        unmerged=set(tokens) - excluded - _of_types(tokens, types, _NORMAL),
+        excluded=excluded,
+    )
+
+
+def _of_types(tokens: list[str], types: list[int], *wanted: int) -> set[str]:
+    return {token for token, kind in zip(tokens, types, strict=True) if kind in wanted}

@@ -35,6 +35,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return open_folder(path)
     if not path.exists():
         raise ModelError(f"{path}: no such file or folder")
+    if not path.is_file():  # reading a pipe would wait for ever
+        raise ModelError(f"{path}: is no regular file")
     return open_gguf(path)
 
 

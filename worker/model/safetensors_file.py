@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from worker.model.checkpoint import Checkpoint
-from worker.model.config import ModelConfig, RopeScaling
+from worker.model.config import MAX_CONTEXT, ModelConfig, RopeScaling
 from worker.model.errors import ModelError
 from worker.model.folder_tokenizer import tokenizer_from_folder
 from worker.model.tensors import Rows
@@ -23,6 +23,7 @@ _LAYER_NAMES = {
     "down": "mlp.down_proj",
 }  # fmt: skip
 _NAMES = {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+_LARGE = 10**300
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -41,10 +42,14 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a file that lies in the folder itself, links followed; raises ModelError for any other."""
+    """The path of a regular file, there or not, in the folder itself, links followed; raises ModelError for any other."""
     path = folder / name
-    if Path(name).name != name or path.resolve().parent != folder.resolve():
+    if not name.isprintable() or len(name.encode()) > 255 or Path(name).name != name:
+        raise ModelError(f"{folder}: {name[:100]!r} is no file name")
+    if path.resolve().parent != folder.resolve():
         raise ModelError(f"{folder}: {name!r} lies outside the model folder")
+    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+        raise ModelError(f"{path}: is no regular file")
     return path
 
 
@@ -148,7 +153,7 @@ class _Fields:
         if value is None:
             raise ModelError(f"{self.label}: {name} is missing")
         if kind is float and type(value) is int:
-            value = float(value)
+            value = float(max(-_LARGE, min(value, _LARGE)))  # an int of 400 digits has no float
         if type(value) is not kind:
             raise ModelError(f"{self.label}: {name} must be {kind.__name__}, got {type(value).__name__}")
         return value
@@ -172,6 +177,9 @@ def _config(raw: dict[str, Any], folder: Path) -> ModelConfig:
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ModelError(f"{fields.label}: rope_scaling must be an object")
+    for source in (fields, _Fields(rope, fields.label)):
+        if source.get("partial_rotary_factor", float, 1.0) != 1.0:
+            raise ModelError(f"{fields.label}: partial_rotary_factor is not supported")
     config = ModelConfig(
         architecture=architecture,
         num_layers=fields.get("num_hidden_layers", int),
@@ -205,4 +213,7 @@ def _rope_scaling(rope: _Fields) -> RopeScaling | None:
     low, high = rope.get("low_freq_factor", float), rope.get("high_freq_factor", float)
     if not 0 < low < high:
         raise ModelError(f"{rope.label}: low_freq_factor must lie between 0 and high_freq_factor")
-    return RopeScaling("llama3", factor, low, high, rope.get("original_max_position_embeddings", int))
+    original = rope.get("original_max_position_embeddings", int)
+    if not 1 <= original <= MAX_CONTEXT:
+        raise ModelError(f"{rope.label}: original_max_position_embeddings is out of range")
+    return RopeScaling("llama3", factor, low, high, original)

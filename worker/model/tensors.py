@@ -56,12 +56,16 @@ def stacked(parts: Sequence[Rows]) -> Rows:
     )
 
 
+def is_finite(rows: Rows) -> bool:
+    """Whether no value is NaN or infinite."""
+    numbers = (rows,) if isinstance(rows, torch.Tensor) else (rows.scale, rows.minimum)
+    return all(bool(torch.isfinite(tensor).all()) for tensor in numbers if tensor is not None)
+
+
 def packed(rows: Rows, source: str) -> Weight:
-    """The matrix as kernels read it. Raises ModelError if the values can't be used; `source` names file and tensor."""
+    """The matrix as kernels read it. Raises ModelError if its format can't be used; `source` names file and tensor."""
     try:
         if isinstance(rows, torch.Tensor):
-            if not bool(torch.isfinite(rows).all()):
-                raise ModelError(f"{source}: has values that are not finite")
             return DenseWeight.from_matrix(rows)
         if rows.codes.dtype is torch.uint8:
             minimum = torch.zeros_like(rows.scale) if rows.minimum is None else rows.minimum

@@ -2,7 +2,10 @@
 
 import json
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
+
+from worker.model.errors import ModelError
 
 # What splits text before byte-level BPE, by the name that GGUF files use. GPT-2's own regex is built into `ByteLevel`.
 _LLAMA3_REGEX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -38,8 +41,39 @@ def _document(model: dict[str, Any], **parts: Any) -> str:
     return json.dumps(document, ensure_ascii=False)
 
 
-def byte_level_bpe(tokens: Sequence[str], merges: Sequence[tuple[str, str]], kind: str) -> str:
-    """A GPT-2 style tokenizer; `kind` is one of BYTE_LEVEL_KINDS. Raises KeyError's cousin ValueError for another."""
+def without_tokens(
+    model: dict[str, Any], excluded: AbstractSet[str], *, kept: AbstractSet[str] = frozenset()
+) -> dict[str, Any]:
+    """A BPE model whose text can't become these tokens: no merge makes or takes one, and no lookup finds one that isn't in `kept`.
+
+    Raises ValueError for a merge of or to a token that isn't there.
+    """
+    for left, right in model["merges"]:
+        if not {left, right, left + right} <= model["vocab"].keys():
+            raise ValueError(f"merge of {left[:50]!r} and {right[:50]!r}: not all are in the vocabulary")
+    merges = [pair for pair in model["merges"] if not excluded & {*pair, "".join(pair)}]
+    vocabulary = {token: index for token, index in model["vocab"].items() if token in kept or token not in excluded}
+    return {**model, "vocab": vocabulary, "merges": merges}
+
+
+def check_document(document: str, source: str) -> None:
+    """Raise ModelError unless `tokenizers` can build the tokenizer: a gateway would find out too late."""
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_str(document)
+    except BaseException as error:
+        # The package raises plain Exception; a panic in its Rust code comes as a BaseException.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"{source}: is no usable tokenizer: {reason}") from None
+
+
+def byte_level_bpe(
+    tokens: Sequence[str], merges: Sequence[tuple[str, str]], kind: str, *, excluded: AbstractSet[str] = frozenset()
+) -> str:
+    """A GPT-2 style tokenizer that never gives an `excluded` token; `kind` is one of BYTE_LEVEL_KINDS, ValueError otherwise."""
     if kind not in BYTE_LEVEL_KINDS:
         raise ValueError(f"pre-tokenizer {kind!r} is not supported ({', '.join(BYTE_LEVEL_KINDS)} are)")
     model = {
@@ -51,11 +85,22 @@ def byte_level_bpe(tokens: Sequence[str], merges: Sequence[tuple[str, str]], kin
         "merges": [list(pair) for pair in merges],
     }  # fmt: skip
     normalizer = {"type": "NFC"} if kind == "qwen2" else None
-    return _document(model, pre_tokenizer=_pre_tokenizer(kind), normalizer=normalizer)
+    return _document(without_tokens(model, excluded), pre_tokenizer=_pre_tokenizer(kind), normalizer=normalizer)
 
 
-def sentencepiece_bpe(tokens: Sequence[str], scores: Sequence[float], unknown: str, *, add_space_prefix: bool) -> str:
-    """A SentencePiece BPE tokenizer (Llama 1 and 2): merges are all splits of tokens into tokens, the best score first."""
+def sentencepiece_bpe(
+    tokens: Sequence[str],
+    scores: Sequence[float],
+    unknown: str,
+    *,
+    add_space_prefix: bool,
+    unmerged: AbstractSet[str] = frozenset(),
+    excluded: AbstractSet[str] = frozenset(),
+) -> str:
+    """A SentencePiece BPE tokenizer (Llama 1 and 2): merges are all splits of tokens into tokens, the best score first.
+
+    No merge makes or takes an `unmerged` token (bytes, unknown); text never becomes an `excluded` one either.
+    """
     vocabulary = {token: index for index, token in enumerate(tokens)}
     ranked: list[tuple[float, int, str, str]] = []
     for index, token in enumerate(tokens):
@@ -72,4 +117,5 @@ def sentencepiece_bpe(tokens: Sequence[str], scores: Sequence[float], unknown: s
     steps: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]
     if add_space_prefix:
         steps.insert(0, {"type": "Prepend", "prepend": "\u2581"})
+    model = without_tokens(model, unmerged | excluded, kept=unmerged)
     return _document(model, normalizer={"type": "Sequence", "normalizers": steps})
