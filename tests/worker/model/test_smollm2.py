@@ -101,7 +101,7 @@ def expected_logits(reference: LlamaForCausalLM, encode: Make) -> dict[str, torc
     return logits
 
 
-@pytest.mark.parametrize(("choice", "tolerance"), [("ref", 1e-3), ("cpu", 2e-3)])
+@pytest.mark.parametrize(("choice", "tolerance"), [("ref", 5e-3), ("cpu", 2e-3)])
 def test_logits(
     choice: str, tolerance: float, smollm2_path: Path, expected_logits: dict[str, torch.Tensor], encode: Make, paged_run: Make,
     relative_error: Make,
