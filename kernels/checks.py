@@ -7,6 +7,8 @@ from kernels.errors import KernelError
 
 def check_tensor(op: str, name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
     """A contiguous CPU tensor of this dtype and shape; None stands for any size."""
+    if not tensor.is_cpu:
+        raise KernelError(f"{op}: {name} must be on the CPU, got {tensor.device}")
     if tensor.dtype is not dtype:
         raise KernelError(f"{op}: {name} must be {dtype}, got {tensor.dtype}")
     actual = tensor.shape
@@ -15,6 +17,13 @@ def check_tensor(op: str, name: str, tensor: torch.Tensor, dtype: torch.dtype, s
         raise KernelError(f"{op}: {name} must have shape {wanted}, got {list(actual)}")
     if not tensor.is_contiguous():
         raise KernelError(f"{op}: {name} must be contiguous")
+
+
+def sizes(op: str, name: str, tensor: torch.Tensor, num_dims: int) -> torch.Size:
+    """The shape of a tensor that must have so many dimensions."""
+    if tensor.ndim != num_dims:
+        raise KernelError(f"{op}: {name} must have {num_dims} dimensions, got {list(tensor.shape)}")
+    return tensor.shape
 
 
 def output(op: str, out: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:

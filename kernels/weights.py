@@ -48,6 +48,12 @@ class Int4Weight:
         both = torch.stack([vectors & 15, vectors >> 4], dim=3)  # [panel, group, vector, low/high, row, column]
         return both.permute(0, 4, 1, 2, 3, 5).flatten(3)
 
+    def _row_codes(self, panel: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        every = self.packed[:, :, : self.group_size * PANEL_ROWS // 2]
+        every = every.view(*every.shape[:2], self.group_size // 8, PANEL_ROWS, _QUAD)
+        vectors = every[panel, :, :, row]  # [rows, group, vector, column]
+        return torch.stack([vectors & 15, vectors >> 4], dim=3).flatten(1)
+
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
@@ -93,6 +99,11 @@ class Int8Weight:
         vectors = panels[:, :, : self.group_size * PANEL_ROWS]
         vectors = vectors.view(*panels.shape[:2], self.group_size // _QUAD, PANEL_ROWS, _QUAD)
         return (vectors.permute(0, 3, 1, 2, 4).flatten(3) ^ 0x80).view(torch.int8)
+
+    def _row_codes(self, panel: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        every = self.packed[:, :, : self.group_size * PANEL_ROWS]
+        every = every.view(*every.shape[:2], self.group_size // _QUAD, PANEL_ROWS, _QUAD)
+        return (every[panel, :, :, row].flatten(1) ^ 0x80).view(torch.int8)
 
     @property
     def nbytes(self) -> int:
@@ -190,8 +201,20 @@ def _dequantize(weight: Quantized, rows: slice | None) -> torch.Tensor:
 
 
 def _gather(weight: Quantized, ids: torch.Tensor) -> torch.Tensor:
-    panels = _expand(weight, weight.packed[ids // PANEL_ROWS])
-    return panels[torch.arange(len(ids)), ids % PANEL_ROWS]
+    panel, row = ids // PANEL_ROWS, ids % PANEL_ROWS
+    start = weight.group_size * PANEL_ROWS * weight.bits // 8
+    size = PANEL_ROWS * weight.scale_dtype.itemsize
+
+    def numbers(first: int) -> torch.Tensor:
+        every = weight.packed[:, :, first : first + size].view(weight.scale_dtype)
+        return every[panel, :, row].float().unsqueeze(-1)  # [ids, groups, 1]
+
+    num_groups = weight.shape[1] // weight.group_size
+    codes = weight._row_codes(panel, row).view(len(ids), num_groups, weight.group_size)
+    values = codes.float() * numbers(start)
+    if weight.has_minimum:
+        values += numbers(start + size)
+    return values.flatten(1)
 
 
 def _check_codes(name: str, codes: torch.Tensor, dtype: torch.dtype, group: int, allowed: set[int]) -> None:

@@ -17,12 +17,11 @@ def dense_matmul(x: torch.Tensor, w: DenseWeight, out: torch.Tensor | None = Non
         raise KernelError(f"dense_matmul: w must be a DenseWeight, got {type(w).__name__}")
     num_out, num_in = w.shape
     check_tensor("dense_matmul", "x", x, torch.float32, (None, num_in))
+    result = output("dense_matmul", out, (x.shape[0], num_out))
     if backend is Backend.REF:
-        result = matmul_float_activations(x, w)
-        return result if out is None else out.copy_(result)
+        return result.copy_(matmul_float_activations(x, w))
     from kernels import _native
 
-    result = output("dense_matmul", out, (x.shape[0], num_out))
     kind = _TYPES[w.packed.dtype]
     _native.dense_matmul(x.data_ptr(), x.shape[0], w.packed.data_ptr(), kind, num_out, num_in, result.data_ptr())
     return result

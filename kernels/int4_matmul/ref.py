@@ -32,7 +32,9 @@ def quantize_activations(x: torch.Tensor, group: int) -> tuple[torch.Tensor, tor
     """
     grouped = x.view(x.shape[0], -1, group)
     amax = grouped.abs().amax(dim=2)
-    inverse = torch.where(amax > 1e-30, MAX_CODE / amax, torch.zeros_like(amax))
+    inverse = torch.where(
+        amax > 1e-30, torch.full_like(amax, MAX_CODE) / amax, torch.zeros_like(amax)
+    )  # number / tensor would round twice
     codes = torch.round(grouped * inverse.unsqueeze(2)).to(torch.int32)
     return codes + (codes & 255).eq(128).int(), amax / MAX_CODE
 

@@ -3,7 +3,7 @@
 import torch
 
 from kernels.backend import Backend
-from kernels.checks import check_tensor
+from kernels.checks import check_tensor, sizes
 from kernels.errors import KernelError
 from kernels.kv_pool import KvPool
 from kernels.kv_write.ref import kv_write_ref
@@ -17,7 +17,7 @@ def kv_write(
     fp8: value / scale, clamped to +-448, nearest even; NaN is stored as 0x7f, which nothing finite ever is.
     """
     layout = pool.layout
-    rows = k.shape[0]
+    rows = sizes("kv_write", "k", k, 3)[0]
     shape = (rows, layout.num_kv_heads, layout.head_dim)
     check_tensor("kv_write", "k", k, torch.float32, shape)
     check_tensor("kv_write", "v", v, torch.float32, shape)

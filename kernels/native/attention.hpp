@@ -34,16 +34,6 @@ struct Scratch {
     std::vector<float> parts;   // [kQueries, head_dim]
 };
 
-inline float stored(const uint8_t* base, KvType type, int64_t index) {
-    return type == KvType::bf16 ? bf16_to_float(reinterpret_cast<const uint16_t*>(base)[index]) : e4m3_to_float(base[index]);
-}
-
-// 16 stored elements as floats.
-template <KvType kType>
-inline void load_stored(const uint8_t* base, int64_t index, float* to) {
-    for (int i = 0; i < kLanes; ++i) to[i] = stored(base, kType, index + i);
-}
-
 // Columns [first, first + 16) of 16 keys' rows into 16 rows of the key table. Null stands for a row of zeros.
 template <KvType kType>
 inline void transpose_block(const uint8_t* k, const int64_t* rows, int64_t first, float* to) {
@@ -140,17 +130,33 @@ inline void score_range(const float* const* q, float scale, int64_t dim, const S
     }
 }
 
-// Turns scores of keys [first, last) into weights e^(score - maximum), 0 elsewhere, and sums them lane by lane.
+// Turns scores of keys [first, last) into weights e^(score - maximum), 0 elsewhere, and sums them lane by lane. Where all scores are
+// -infinity there is nothing to weigh, and the maximum says so.
 inline void soften(float* scores, int64_t first, int64_t last, float* maximum, float* sum) {
-    float top = -std::numeric_limits<float>::infinity();
-    bool has_nan = false;
-    for (int64_t i = first; i < last; ++i) {
-        top = scores[i] > top ? scores[i] : top;
-        has_nan |= scores[i] != scores[i];
+    constexpr float kNone = -std::numeric_limits<float>::infinity();
+    std::fill(scores, scores + first, kNone);
+    std::fill(scores + last, scores + kRange, kNone);
+    Floats tops;
+    Ints nans = {};
+    for (float& lane : tops.v) lane = kNone;
+    for (int64_t i = 0; i < kRange; i += kLanes) {
+        for (int l = 0; l < kLanes; ++l) {
+            tops.v[l] = scores[i + l] > tops.v[l] ? scores[i + l] : tops.v[l];
+            nans.v[l] |= scores[i + l] != scores[i + l] ? 1 : 0;
+        }
     }
-    if (has_nan) top = std::numeric_limits<float>::quiet_NaN();
-    for (int64_t i = 0; i < first; ++i) scores[i] = -std::numeric_limits<float>::infinity();
-    for (int64_t i = last; i < kRange; ++i) scores[i] = -std::numeric_limits<float>::infinity();
+    float top = kNone;
+    bool has_nan = false;
+    for (int l = 0; l < kLanes; ++l) {
+        top = tops.v[l] > top ? tops.v[l] : top;
+        has_nan |= nans.v[l] != 0;
+    }
+    *maximum = has_nan ? std::numeric_limits<float>::quiet_NaN() : top;
+    *sum = *maximum;
+    if (has_nan || top == kNone) {
+        std::fill(scores, scores + kRange, *maximum);
+        return;
+    }
     Floats total = {};
     for (int64_t i = 0; i < kRange; i += kLanes) {
         for (int l = 0; l < kLanes; ++l) {
@@ -158,8 +164,7 @@ inline void soften(float* scores, int64_t first, int64_t last, float* maximum, f
             total.v[l] += scores[i + l];
         }
     }
-    *maximum = top;
-    *sum = has_nan ? top : sum_lanes(total);
+    *sum = sum_lanes(total);
 }
 
 // Adds keys [first, last) of kCount queries to sums over 64 dimensions.
@@ -296,6 +301,7 @@ private:
         weigh_values<kCount>(scores, first, last, dim, scratch, scratch.parts.data());
         for (int r = 0; r < kCount; ++r) {
             if (first[r] >= last[r]) continue;  // the range holds no key for this row
+            if (maximum[r] == -std::numeric_limits<float>::infinity()) continue;  // or none with any weight, in `whole` as in `split`
             float* state = states + (query + r) * state_size();
             const float* part = scratch.parts.data() + r * dim;
             if (merges) {

@@ -168,5 +168,45 @@ inline float sum_lanes(const Floats& a) {
     return (s[0] + s[2]) + (s[1] + s[3]);
 }
 
+inline float stored(const uint8_t* base, KvType type, int64_t index) {
+    return type == KvType::bf16 ? bf16_to_float(reinterpret_cast<const uint16_t*>(base)[index]) : e4m3_to_float(base[index]);
+}
+
+// 16 stored elements as floats.
+template <KvType kType>
+inline void load_stored(const uint8_t* base, int64_t index, float* to) {
+    if constexpr (kType == KvType::fp8) {
+        // The vectorizer gives up on e4m3. Subnormals are (1 + m / 8) * 2^-6 - 2^-6, so that no float32 operand is subnormal.
+#if defined(__AVX512F__)
+        const __m512i bits = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(base + index)));
+        const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7f)), shifted = _mm512_slli_epi32(magnitude, 20);
+        const __m512i normal = _mm512_add_epi32(shifted, _mm512_set1_epi32(120 << 23));
+        const __m512i biased = _mm512_add_epi32(shifted, _mm512_set1_epi32(121 << 23));
+        const __m512 small = _mm512_sub_ps(_mm512_castsi512_ps(biased), _mm512_set1_ps(0x1p-6f));
+        __m512i wide = _mm512_mask_mov_epi32(normal, _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(8)), _mm512_castps_si512(small));
+        wide = _mm512_mask_mov_epi32(wide, _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f)), _mm512_set1_epi32(0x7fc00000));
+        wide = _mm512_or_si512(wide, _mm512_slli_epi32(_mm512_sub_epi32(bits, magnitude), 24));
+        _mm512_storeu_si512(to, wide);
+        return;
+#elif defined(__AVX2__)
+        for (int half = 0; half < 2; ++half) {
+            const __m256i bits = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(base + index + 8 * half)));
+            const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7f)), shifted = _mm256_slli_epi32(magnitude, 20);
+            const __m256i normal = _mm256_add_epi32(shifted, _mm256_set1_epi32(120 << 23));
+            const __m256i biased = _mm256_add_epi32(shifted, _mm256_set1_epi32(121 << 23));
+            const __m256 small = _mm256_sub_ps(_mm256_castsi256_ps(biased), _mm256_set1_ps(0x1p-6f));
+            const __m256i is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(8), magnitude);
+            const __m256i is_nan = _mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(0x7f));
+            __m256i wide = _mm256_blendv_epi8(normal, _mm256_castps_si256(small), is_small);
+            wide = _mm256_blendv_epi8(wide, _mm256_set1_epi32(0x7fc00000), is_nan);
+            wide = _mm256_or_si256(wide, _mm256_slli_epi32(_mm256_sub_epi32(bits, magnitude), 24));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8 * half), wide);
+        }
+        return;
+#endif
+    }
+    for (int i = 0; i < kLanes; ++i) to[i] = stored(base, kType, index + i);
+}
+
 }  // namespace
 }  // namespace sluicegate

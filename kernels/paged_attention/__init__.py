@@ -3,7 +3,7 @@
 import torch
 
 from kernels.backend import Backend
-from kernels.checks import check_tensor, output
+from kernels.checks import check_tensor, output, sizes
 from kernels.errors import KernelError
 from kernels.kv_pool import AttentionRows, KvPool
 from kernels.kv_write import native_layer
@@ -28,7 +28,7 @@ def paged_attention(
     position enters its arithmetic. `rows.check` must have passed for this pool.
     """
     layout = pool.layout
-    num_rows, num_heads, dim = q.shape
+    num_rows, num_heads, dim = sizes("paged_attention", "q", q, 3)
     check_tensor("paged_attention", "q", q, torch.float32, (len(rows.row_sequence), None, layout.head_dim))
     if num_heads % layout.num_kv_heads:
         raise KernelError(f"paged_attention: {num_heads} heads are no multiple of {layout.num_kv_heads} kv heads")

@@ -3,7 +3,7 @@
 import torch
 
 from kernels.backend import Backend
-from kernels.checks import check_tensor, output
+from kernels.checks import check_tensor, output, sizes
 from kernels.rms_norm.ref import rms_norm_ref
 
 
@@ -17,7 +17,7 @@ def rms_norm(
     backend: Backend,
 ) -> torch.Tensor:
     """Normalize rows of x float32 [T, H] by weight float32 [H]; with `residual` [T, H], first residual += x in place, then the sum."""
-    rows, size = x.shape
+    rows, size = sizes("rms_norm", "x", x, 2)
     check_tensor("rms_norm", "x", x, torch.float32, (None, size))
     check_tensor("rms_norm", "weight", weight, torch.float32, (size,))
     if residual is not None:

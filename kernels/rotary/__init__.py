@@ -3,14 +3,16 @@
 import torch
 
 from kernels.backend import Backend
-from kernels.checks import check_tensor
+from kernels.checks import check_tensor, sizes
 from kernels.errors import KernelError
 from kernels.rotary.ref import rotary_ref
 
 
 def rotary(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, backend: Backend) -> None:
     """Rotate x float32 [T, heads, D] in place by positions int32 [T]; `table` is rotary_table's float32 [positions, 2, D/2]."""
-    rows, heads, dim = x.shape
+    rows, heads, dim = sizes("rotary", "x", x, 3)
+    if dim % 2:
+        raise KernelError(f"rotary: x must have an even head size, got {dim}")
     check_tensor("rotary", "x", x, torch.float32, (None, None, dim))
     check_tensor("rotary", "positions", positions, torch.int32, (rows,))
     check_tensor("rotary", "table", table, torch.float32, (None, 2, dim // 2))

@@ -3,14 +3,14 @@
 import torch
 
 from kernels.backend import Backend
-from kernels.checks import check_tensor, output
+from kernels.checks import check_tensor, output, sizes
 from kernels.errors import KernelError
 from kernels.silu_mul.ref import silu_mul_ref
 
 
 def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None, *, backend: Backend) -> torch.Tensor:
     """gate_up float32 [T, 2F], gate in the first half -> float32 [T, F]."""
-    rows, width = gate_up.shape
+    rows, width = sizes("silu_mul", "gate_up", gate_up, 2)
     check_tensor("silu_mul", "gate_up", gate_up, torch.float32, (None, width))
     if width % 2:
         raise KernelError(f"silu_mul: gate_up must have an even width, got {width}")

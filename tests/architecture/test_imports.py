@@ -24,7 +24,7 @@ FORBIDDEN = {
     "gateway": {"torch", "triton", "gguf", "safetensors"},
     "protocol": {"torch", "redis", "aiohttp", "socket", "asyncio"},
     "kernels": {"redis", "aiohttp"},
-    "worker": {"aiohttp", "jinja2", "tokenizers", "transformers"},
+    "worker": {"aiohttp", "jinja2", "transformers"},
     "sluicegate": {"torch", "transformers"},
 }
 TORCH_FREE = ("worker/scheduler.py", "worker/fairness.py", "worker/cache/page_pool.py", "worker/cache/prefix_index.py",

@@ -26,6 +26,7 @@ NOT_ROWS = {
     "transposed": torch.zeros(64, 3).T,
     "every other column": torch.zeros(3, 128)[:, ::2],
     "three dimensions": torch.zeros(3, 1, 64),
+    "on another device": torch.zeros(3, 64, device="meta"),
 }
 NOT_OUT = {
     "float64": torch.zeros(3, 20).double(),
@@ -36,7 +37,7 @@ NOT_OUT = {
 
 
 @pytest.fixture(params=["int4_matmul", "int8_matmul", "dense_matmul"])
-def product(request, make_int4, make_int8):
+def product(request, backend, make_int4, make_int8):
     """The name of each product, and the product with a matrix [20, 64]."""
     dense = DenseWeight.from_matrix(torch.zeros(20, 64))
     op, weight = {
@@ -44,7 +45,7 @@ def product(request, make_int4, make_int8):
         "int8_matmul": (int8_matmul, make_int8(20, 64)),
         "dense_matmul": (dense_matmul, dense),
     }[request.param]
-    return request.param, lambda x, out=None: op(x, weight, out, backend=CPU)
+    return request.param, lambda x, out=None: op(x, weight, out, backend=backend)
 
 
 @pytest.mark.parametrize("x", NOT_ROWS.values(), ids=NOT_ROWS)
@@ -78,6 +79,7 @@ def test_products_check_the_kind_of_weight(make_int4, make_int8):
     ("word", "arguments"),
     [
         ("x", {"x": X.double()}),
+        ("x", {"x": X[0]}),
         ("weight", {"weight": torch.ones(63)}),
         ("weight", {"weight": torch.ones(64).half()}),
         ("residual", {"residual": torch.zeros(2, 64)}),
@@ -97,6 +99,8 @@ def test_rms_norm_checks(backend, word, arguments):
     [
         ("x", {"x": torch.zeros(3, 2, 8).half()}),
         ("x", {"x": torch.zeros(3, 2, 16)[:, :, ::2]}),
+        ("x", {"x": torch.zeros(3, 2, 7), "table": torch.zeros(10, 2, 3)}),
+        ("x", {"x": torch.zeros(3, 16)}),
         ("positions", {"positions": torch.zeros(3, dtype=torch.int64)}),
         ("positions", {"positions": torch.zeros(2, dtype=torch.int32)}),
         ("positions", {"positions": torch.tensor([0, -1, 0], dtype=torch.int32)}),
@@ -117,6 +121,7 @@ def test_rotary_checks(backend, word, arguments):
     [
         ("gate_up", X.double(), None),
         ("gate_up", torch.zeros(3, 5), None),
+        ("gate_up", torch.zeros(4), None),
         ("gate_up", torch.zeros(64, 4).T, None),
         ("out", X, torch.zeros(3, 64)),
     ],
@@ -150,6 +155,7 @@ KV = torch.zeros(3, 2, 16)
     [
         ("k", {"k": KV.half()}),
         ("k", {"k": torch.zeros(3, 1, 16)}),
+        ("k", {"k": torch.zeros(())}),
         ("k", {"k": torch.zeros(3, 16, 2).transpose(1, 2)}),
         ("v", {"v": torch.zeros(2, 2, 16)}),
         ("v", {"v": torch.zeros(3, 2, 8)}),
@@ -172,6 +178,7 @@ def test_kv_write_checks(backend, pool, word, arguments):
     [
         ("q", {"q": torch.zeros(1, 4, 16).double()}),
         ("q", {"q": torch.zeros(2, 4, 16)}),
+        ("q", {"q": torch.zeros(1, 16)}),
         ("q", {"q": torch.zeros(1, 4, 8)}),
         ("3 heads", {"q": torch.zeros(1, 3, 16)}),
         ("window", {"window": 0}),

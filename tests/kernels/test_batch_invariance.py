@@ -190,3 +190,13 @@ def test_a_sequence_with_nan_harms_no_other(backend, make_paged, side):
     others = [0, 1, 2, 6, 7, 8]
     assert torch.equal(healthy[others], result[others])
     assert bool(torch.isnan(result[4]).any())
+
+
+def test_scores_of_minus_infinity(backend, make_paged):
+    """Where every score of a range of keys overflows downwards, a row alone and in a batch still agree, and other keys decide."""
+    case = make_paged(KvLayout(1, 60, 1, 16, 16, "bf16"), [300], [100], 1, backend)
+    case.pool.k[0, case.rows.page_table[0, :8].long()] = -1e38
+    case.q.abs_().mul_(4)
+    together = case.attend(backend)
+    assert bool(torch.isfinite(together).all())
+    assert torch.equal(together[99:], case.attend(backend, [99]))

@@ -1,5 +1,6 @@
 """Products with 4- and 8-bit weights, against float64 and, for every code at every place, exactly."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -119,3 +120,11 @@ def test_rounded_activations_lose_little():
     assert not bool(((codes & 255) == 128).any())
     moved = (codes * scale.unsqueeze(2)).flatten(1) - x
     assert bool((moved.abs() <= 1.51 * scale.repeat_interleave(32, dim=1)).all())
+
+
+def test_rounded_activations_divide_once():
+    """The codes of the reference are those of one float32 division, as in native code."""
+    x = torch.randn(64, 128)
+    amax = x.view(64, 4, 32).abs().amax(dim=2, keepdim=True).numpy()
+    codes = np.rint(x.view(64, 4, 32).numpy() * (np.float32(MAX_CODE) / amax)).astype(np.int32)
+    assert np.array_equal(codes + ((codes & 255) == 128), quantize_activations(x, 32)[0].numpy())
