@@ -13,6 +13,8 @@ namespace {
 // About 50 us: longer than the Python code between two ops of a step, shorter than anybody would notice as load.
 constexpr int kSpins = 4000;
 
+constexpr uint32_t kNoPiece = 0xffffffff;
+
 inline void relax() {
 #if defined(__x86_64__)
     _mm_pause();
@@ -62,7 +64,11 @@ void ThreadPool::run(int64_t num_pieces, const std::function<void(int64_t, int)>
         for (int64_t piece = 0; piece < num_pieces; ++piece) body(piece, 0);
         return;
     }
-    const auto loop = static_cast<uint32_t>(ticket_.load() >> 32) + 1;
+    const uint64_t before = ticket_.load() >> 32;
+    const auto loop = static_cast<uint32_t>(before + 1);
+    // Close the loop before: a thread that is late in it may have read its last ticket, and would find that this loop's number of
+    // pieces allows one more. Its exchange fails now, since the ticket has changed.
+    ticket_.store((before << 32) | kNoPiece);
     body_.store(&body);
     num_pieces_.store(static_cast<uint32_t>(num_pieces));
     num_left_.store(num_pieces);

@@ -65,3 +65,14 @@ def test_process_ends_with_a_pool_at_rest():
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert (0, "3\n", "") == (done.returncode, done.stdout, done.stderr)
+
+
+def test_loops_of_changing_sizes_follow_each_other_without_loss(make_int4) -> None:
+    """Far more threads than cores, and loops of few and many pieces in turn: late threads neither lose nor repeat a piece."""
+    weights = [make_int4(num_rows, 32, 32) for num_rows in (32, 640, 48, 112)]
+    x = torch.randn(1, 32)
+    expected = [int4_matmul(x, weight, backend=Backend.CPU) for weight in weights]
+    _native.set_num_threads(16)
+    for number in range(60_000):
+        actual = int4_matmul(x, weights[number % 4], backend=Backend.CPU)
+        assert torch.equal(expected[number % 4], actual)
