@@ -6,7 +6,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import openai
@@ -21,6 +21,7 @@ class Stack:
 
     data: Path
     info: dict
+    clients: dict[str, openai.OpenAI] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -35,7 +36,11 @@ class Stack:
         return self.info["model"]
 
     def client(self, key: str | None = None) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or self.key, max_retries=0, timeout=100)
+        """One client for each key, closed with the stack: a client that is only forgotten leaves its sockets to the collector."""
+        key = key or self.key
+        if key not in self.clients:
+            self.clients[key] = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=100)
+        return self.clients[key]
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry these labels."""
@@ -73,6 +78,8 @@ def start(data: Path, *flags: str) -> Stack:
 
 def stop(stack: Stack) -> None:
     """`sluicegate down`."""
+    for client in stack.clients.values():
+        client.close()
     result = subprocess.run(
         [*COMMAND, "down", "--data", str(stack.data)], capture_output=True, timeout=100, check=False
     )

@@ -82,9 +82,8 @@ def test_nothing_is_left_in_redis(stack) -> None:
     before = _keys(stack)
     for _ in range(5):
         client.chat.completions.create(model=stack.model, messages=LONG["messages"], max_tokens=3)
-        stream = client.chat.completions.create(model=stack.model, stream=True, **LONG)
-        next(iter(stream))
-        stream.close()
+        with client.chat.completions.create(model=stack.model, stream=True, **LONG) as stream:
+            next(iter(stream))
     stack.wait_for(lambda: _pending(stack) == 0, 5)
     assert before == _keys(stack)
 
