@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(shell find kernels/native -name '*.cpp' -o -name '*.hpp') CMakeLists.txt
 
-.PHONY: setup up test check format lint types architecture clean
+.PHONY: setup up test check format lint types architecture bench clean
 
 setup: $(VENV)/.native
 
@@ -44,6 +44,9 @@ types:
 
 architecture:
 	$(BIN)/python -m pytest tests/architecture
+
+bench: setup
+	$(BIN)/python -m bench.engine
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

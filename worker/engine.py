@@ -79,7 +79,6 @@ class Engine:
         self._requests: dict[RequestId, Request] = {}
         self._cancelled: dict[RequestId, float] = {}
         self._outbox: list[Outgoing] = []
-        self._num_arrived = 0
 
     @property
     def has_work(self) -> bool:
@@ -151,7 +150,6 @@ class Engine:
 
     def _sequence(self, request: Request, index: int) -> Sequence:
         job = request.job
-        self._num_arrived += 1
         return Sequence(
             request=request,
             index=index,
@@ -164,7 +162,6 @@ class Engine:
                 vocab_size=len(self._parts.token_bytes),
             ),
             text=TextStream(self._parts.token_bytes, job.sampling.stop, job.sampling.min_tokens),
-            arrival=self._num_arrived,
         )
 
     def _expire(self) -> None:

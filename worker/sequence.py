@@ -70,7 +70,6 @@ class Sequence:
     tokens: list[int]
     sampler: SamplerRow
     text: TextStream
-    arrival: int
     state: State = State.WAITING
     num_computed: int = 0
     table: PageTable = field(default_factory=PageTable)

@@ -9,8 +9,6 @@ from typing import Any
 
 from gateway.errors import bad_request
 
-MAX_INTEGER = 2**63
-
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """The JSON object in a body; raises ApiError."""

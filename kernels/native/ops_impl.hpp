@@ -2,7 +2,7 @@
 //
 // Every result row is computed by the same sequence of operations whatever the number of rows, threads and tiles: integer sums
 // are exact, and floating-point sums run in an order fixed by the row's own length. All multiply-adds are written as fmaf, so that
-// each instruction set rounds at the same places and gives the same bits. Loops over 16 lanes are left to the vectorizer.
+// each instruction set rounds at the same places and gives the same bits. What is not written with `V16` is left to the vectorizer.
 
 #include "attention.hpp"
 #include "dense_matmul.hpp"

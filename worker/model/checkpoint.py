@@ -11,8 +11,6 @@ from worker.model.config import ModelConfig
 from worker.model.errors import ModelError
 from worker.model.tensors import Rows, is_finite
 
-LAYER_ROLES = ("attn_norm", "q", "k", "v", "o", "ffn_norm", "gate", "up", "down")
-
 
 class TensorSource(Protocol):
     """A file format's part: tensors by the names that the format gives them."""
@@ -41,10 +39,6 @@ class Checkpoint:
     rope_factors_name: str | None = None
     ignored: frozenset[str] = frozenset()
     _taken: set[str] = field(default_factory=set)
-
-    def has(self, role: str) -> bool:
-        """Whether a tensor without a layer is there."""
-        return self.tensor_name(role, None) in set(self.source.names())
 
     def matrix(self, role: str, layer: int | None, shape: tuple[int, int]) -> Rows:
         """A matrix, as it's stored."""

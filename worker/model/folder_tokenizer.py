@@ -18,16 +18,16 @@ def tokenizer_from_folder(folder: Path, vocab_size: int, config: dict[str, Any])
     document = read_json(folder, "tokenizer.json")
     settings = _optional(folder, "tokenizer_config.json")
     generation = _optional(folder, "generation_config.json")
-    added = document.get("added_tokens") or []
     source = str(folder / "tokenizer.json")
     try:
-        control: dict[str, int] = {str(token["content"]): token["id"] for token in added}
+        control: dict[str, int] = {str(token["content"]): token["id"] for token in document.get("added_tokens") or []}
         model = _bpe_model(document, source)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ModelError(f"{source}: is not a tokenizer with a vocabulary") from None
     ids = {**model["vocab"], **control}
     _check_ids(ids, vocab_size, source)
-    bos_text = _content(settings.get("bos_token")) or _first_added(document.get("post_processor"))
+    first = _first_added(document.get("post_processor"))
+    bos_text = _content(settings.get("bos_token")) or first
     eos_text = _content(settings.get("eos_token"))
     eos = _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
     if eos_text in ids:
@@ -35,21 +35,12 @@ def tokenizer_from_folder(folder: Path, vocab_size: int, config: dict[str, Any])
     bos = ids.get(bos_text) if bos_text else _one(config.get("bos_token_id"))
     if bos is not None and not 0 <= bos < vocab_size:
         raise ModelError(f"{folder / 'config.json'}: bos_token_id {bos} is outside the vocabulary of {vocab_size}")
-    adds_bos = bos is not None and _first_added(document.get("post_processor")) == bos_text != ""
-    unknown = {str(model.get("unk_token"))}
-    try:
-        model = without_tokens(model, set(control), kept=unknown)
-    except ValueError as error:
-        raise ModelError(f"{source}: {error}") from None
-    plain = {**document, "added_tokens": [], "post_processor": None, "model": model}
-    tokenizer_json = json.dumps(plain, ensure_ascii=False)
-    check_document(tokenizer_json, source)
     return TokenizerSpec(
-        tokenizer_json=tokenizer_json,
+        tokenizer_json=_plain(document, model, set(control), source),
         control_tokens=tuple(sorted(control.items(), key=lambda item: item[1])),
         chat_template=_template(folder, settings),
         bos_token_id=bos,
-        add_bos=adds_bos or (bos is not None and settings.get("add_bos_token") is True),
+        add_bos=bos is not None and (bos_text == first != "" or settings.get("add_bos_token") is True),
         # An id outside the vocabulary can't be sampled, so it can end nothing: some configs carry one along.
         eos_token_ids=tuple(sorted(token for token in eos if 0 <= token < vocab_size)),
         vocab_size=vocab_size,
@@ -65,6 +56,18 @@ def _bpe_model(document: dict[str, Any], source: str) -> dict[str, Any]:
     if not all(len(pair) == 2 and all(isinstance(part, str) for part in pair) for pair in pairs):
         raise ModelError(f"{source}: a merge is not two tokens")
     return {**model, "vocab": dict(model["vocab"]), "merges": pairs}
+
+
+def _plain(document: dict[str, Any], model: dict[str, Any], control: set[str], source: str) -> str:
+    """The tokenizer for plain text: nothing that a user writes becomes a control token."""
+    try:
+        # The unknown token stays for characters that have no other; no merge leads to it.
+        model = without_tokens(model, control, kept={str(model.get("unk_token"))})
+    except ValueError as error:
+        raise ModelError(f"{source}: {error}") from None
+    plain = json.dumps({**document, "added_tokens": [], "post_processor": None, "model": model}, ensure_ascii=False)
+    check_document(plain, source)
+    return plain
 
 
 def _check_ids(ids: dict[str, Any], vocab_size: int, source: str) -> None:

@@ -50,10 +50,10 @@ class GgufSource:
             raise ModelError(f"{self.label}: tensor {name!r} is missing")
         if tensor.shape != shape:
             raise ModelError(f"{self.label}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
-        raw = np.array(self._data[tensor.start : tensor.start + tensor.num_bytes])
+        raw = self._data[tensor.start : tensor.start + tensor.num_bytes]
         rows: Rows
         if tensor.type in _PLAIN:
-            rows = torch.from_numpy(raw).view(_PLAIN[tensor.type]).view(shape)
+            rows = torch.from_numpy(np.array(raw)).view(_PLAIN[tensor.type]).view(shape)
         elif supports(tensor.type) and len(shape) == 2:
             rows = unpack(raw, tensor.type, shape[0])
         else:

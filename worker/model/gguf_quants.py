@@ -19,8 +19,7 @@ Integers = npt.NDArray[np.integer]
 
 
 def _halves(blocks: U8, first: int, count: int = 1) -> npt.NDArray[np.float16]:
-    raw = np.ascontiguousarray(blocks[..., first : first + 2 * count])
-    return raw.view(np.float16)
+    return np.array(blocks[..., first : first + 2 * count], order="C").view(np.float16)
 
 
 def _nibbles(blocks: U8, first: int) -> U8:
@@ -54,7 +53,7 @@ def _q5_1(blocks: U8) -> Parts:
 
 
 def _q8_0(blocks: U8) -> Parts:
-    return np.ascontiguousarray(blocks[..., 2:]).view(np.int8), _halves(blocks, 0), None
+    return np.array(blocks[..., 2:], order="C").view(np.int8), _halves(blocks, 0), None
 
 
 def _six_bit_pairs(raw: U8) -> tuple[U8, U8]:
@@ -137,8 +136,8 @@ def supports(kind: gguf.GGMLQuantizationType) -> bool:
 
 
 def unpack(raw: U8, kind: gguf.GGMLQuantizationType, num_rows: int) -> QuantizedRows:
-    """Codes, scales and minima of a quantized matrix [num_rows, K] given its bytes."""
-    blocks = raw.reshape(num_rows, -1, gguf.GGML_QUANT_SIZES[kind][1])
+    """Codes, scales and minima of a quantized matrix [num_rows, K] given its bytes, none of which they share."""
+    blocks = np.asarray(raw).reshape(num_rows, -1, gguf.GGML_QUANT_SIZES[kind][1])
     with np.errstate(all="ignore"):  # a broken file's scales are refused when they are packed
         codes, scale, minimum = _FORMATS[kind](blocks)
     group_size = codes.shape[2] // scale.shape[2]

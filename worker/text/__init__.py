@@ -4,6 +4,6 @@ Reading order: `stream` (what may be shown, and when), `stop` (where a stop stri
 (characters and the bytes they came from).
 """
 
-from worker.text.stream import Released, Replayed, TextStream
+from worker.text.stream import Released, TextStream
 
-__all__ = ["Released", "Replayed", "TextStream"]
+__all__ = ["Released", "TextStream"]

@@ -21,18 +21,6 @@ class Released:
     finish_reason: FinishReason | None
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """How much of the replayed tokens is shown: `num_characters`, and all the text of the first `num_settled`.
-
-    Entries of settled tokens are released, those of the others are not. With a finish_reason nothing follows.
-    """
-
-    num_characters: int
-    num_settled: int
-    finish_reason: FinishReason | None
-
-
 class TextStream:
     """The text of one sample: all its bytes decoded, up to the earliest stop string, however they come in tokens.
 
@@ -78,30 +66,6 @@ class TextStream:
         if self._stops.is_decided:
             return self._finish("stop")
         return self._release(self._stops.num_safe)
-
-    def replay(self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None] = ()) -> Replayed:
-        """Bring a new stream to where another was after these tokens, none an end token or the last one allowed.
-
-        What it releases is not returned, since it was shown before. `entries` are those of the last tokens. Who
-        resumes a sample with logprobs learns from one replay which tokens are not settled, and gives their entries
-        to the replay of another new stream.
-        """
-        assert self._num_tokens == 0, "only a new stream replays"
-        num_characters = 0
-        num_without = len(token_ids) - len(entries)
-        for place, token_id in enumerate(token_ids):
-            entry = entries[place - num_without] if place >= num_without else None
-            num_characters += len(self.push(token_id, entry, ends_text=False, is_full=False).text)
-            if self._finish_reason is not None:
-                break
-        num_left = self._num_bytes - len(self._unshown)
-        num_settled = 0
-        for token_id in token_ids[: self._num_tokens]:
-            num_left -= len(self._token_bytes[token_id])
-            if num_left < 0:
-                break
-            num_settled += 1
-        return Replayed(num_characters, num_settled, self._finish_reason)
 
     def _decode(self, raw: bytes, *, is_last: bool = False) -> None:
         text = self._decoder.decode(raw, is_last)
