@@ -138,7 +138,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
 
 
 def _engine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kv-dtype", choices=("bf16", "fp8"), default="bf16", help="precision of the KV cache")
+    parser.add_argument("--kv-dtype", choices=("bf16", "fp16", "fp8"), default="fp16", help="precision of the KV cache")
     parser.add_argument(
         "--integrity", type=_integrity, metavar="{off,lease,seal,full}", default="lease",
         help="how far the KV cache is checked; this version has off and lease",

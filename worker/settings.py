@@ -7,7 +7,7 @@ from typing import Literal
 from protocol.ids import ModelName, WorkerId, new_process_id
 from worker.errors import SettingsError
 
-KvDtype = Literal["bf16", "fp8"]
+KvDtype = Literal["bf16", "fp16", "fp8"]
 IntegrityMode = Literal["off", "lease"]
 
 
@@ -26,7 +26,7 @@ class WorkerSettings:
     namespace_secret: bytes = field(repr=False)
     key_prefix: str = "sg"
     kernels: str = "auto"
-    kv_dtype: KvDtype = "bf16"
+    kv_dtype: KvDtype = "fp16"
     integrity: IntegrityMode = "lease"
     kv_tokens: int = 16384
     page_size: int = 16
