@@ -95,7 +95,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Itera
 
 
 @pytest.fixture
-def new_stack(tmp_path: Path, smollm2_path: Path) -> Iterator[Callable[..., Stack]]:
+def new_stack(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
     """Starts stacks of the test's own, and stops those that still run."""
     started: list[Stack] = []
 
