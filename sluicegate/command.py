@@ -120,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_keys(commands)
     _add_models(commands)
     _add_chat(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -285,3 +286,18 @@ def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument("--system", help="a system prompt")
     parser.add_argument("--max-tokens", type=_whole(1, 1 << 30), metavar="N", help="longest answer")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 for the likeliest answer, up to 2")
+
+
+def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    group = commands.add_parser("bench", help="measure on this machine", description="Measurements on this machine.")
+    actions = group.add_subparsers(metavar="WHAT", required=True)
+    more = "\n\nStarts synthetic workers of its own in a temporary folder; compare numbers of one run only."
+    parser = _add(actions, "queue", "bench:queue", "what gateway and queue cost, beside bare aiohttp", more)
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=("latency", "streams", "fairness", "scale"),
+        help="only this part (repeatable)",
+    )
+    parser.add_argument("--seconds", type=_seconds, metavar="S", default=6.0, help="how long each number is measured")
+    parser.add_argument("--out", metavar="DIR", default="bench/results", help="where the numbers and the picture go")
