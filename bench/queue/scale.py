@@ -12,13 +12,12 @@ from bench.queue.setting import SYNTHETIC, Setting
 
 COUNTS = (1, 2, 4, 8, 16, 32)
 SEQUENCES, RATE, NUM_TOKENS = 4, 20.0, 40
-PER_WORKER = SEQUENCES * RATE
 GOAL_SHARE = 0.9
 BUSY = 0.9
 
 
 async def measure(setting: Setting) -> list[Row]:
-    """Workers that make 80 tokens a second each, half as many clients again as there are slots."""
+    """Workers of four slots at 20 tokens a second each, half as many clients again as there are slots. Linear is what one makes, times their number."""
     points = []
     flags = ("--decode-rate", f"{RATE:g}", "--max-sequences", str(SEQUENCES), "--kv-tokens", "4096")
     async with setting.fleet("scale", 1, *flags) as fleet:
@@ -28,10 +27,11 @@ async def measure(setting: Setting) -> list[Row]:
                 await fleet.add_worker(*SYNTHETIC, *flags)
             await fleet.wait_until_ready()
             points.append(await _point(fleet, key, count, setting.seconds * 2))
-    linear = [point for point in points if point["tokens_per_s"] >= GOAL_SHARE * PER_WORKER * point["workers"]]
+    per_worker = points[0]["tokens_per_s"]
+    linear = [point for point in points if point["tokens_per_s"] >= GOAL_SHARE * per_worker * point["workers"]]
     reached = max((point["workers"] for point in linear), default=0)
     last = points[-1]
-    share = last["tokens_per_s"] / (PER_WORKER * last["workers"])
+    share = last["tokens_per_s"] / (per_worker * last["workers"])
     limit = "" if reached == COUNTS[-1] else f"; then the limit is {last['limit']}"
     return [
         Row(
@@ -39,7 +39,7 @@ async def measure(setting: Setting) -> list[Row]:
             f"within 10% of linear up to {reached}{limit} ({share:.0%} of linear at {last['workers']})",
             "within 10% of linear until Redis or the gateway is the limit",
             reached == COUNTS[-1] or last["limit"] in ("the gateway", "Redis"),
-            {"points": points, "per_worker": PER_WORKER},
+            {"points": points, "per_worker": per_worker},
         )
     ]
 
