@@ -15,9 +15,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from redis.asyncio import Redis
+from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import RedisError
 
+from protocol.redis_url import cluster_node_url
 from sluicegate.child import Child
 from sluicegate.secrets import admin_key
 from sluicegate.valkey import embedded_valkey, free_port
@@ -107,7 +108,9 @@ class Fleet:
 
     def client(self) -> Any:
         """A client of the fleet's Redis, to be closed by the caller."""
-        return Redis.from_url(self.redis_url, socket_timeout=5, socket_connect_timeout=5)
+        node_url = cluster_node_url(self.redis_url)
+        kind: Any = Redis if node_url is None else RedisCluster
+        return kind.from_url(node_url or self.redis_url, socket_timeout=5, socket_connect_timeout=5)
 
     @staticmethod
     def kill(child: Child, number: signal.Signals = signal.SIGKILL) -> None:
