@@ -8,14 +8,16 @@ from bench.queue.setting import Setting
 from bench.queue.wire import request
 
 NUM_CLIENTS = 64
+NUM_WORKERS = 4
 NUM_TOKENS = 1000
 GOAL_PER_S, GOAL_RATIO, GOAL_WRITES = 40_000, 0.6, 1.05
 
 
 async def measure(setting: Setting) -> list[Row]:
     """Through the gateway, and ready-made events of bare aiohttp: one in each write, and 16."""
-    flags = ("--max-sequences", "64", "--kv-tokens", "262144")
-    async with setting.fleet("streams", 1, *flags) as fleet, setting.bare_server() as (bare, bare_port):
+    # Several workers, so that it's the gateway that is at its limit.
+    flags = ("--max-sequences", str(NUM_CLIENTS // NUM_WORKERS), "--kv-tokens", "65536")
+    async with setting.fleet("streams", NUM_WORKERS, *flags) as fleet, setting.bare_server() as (bare, bare_port):
         gateway = fleet.gateways[0]
         key = await fleet.new_key("acme")
         await closed_loop(gateway.port, lambda n: chat(key, 50, stream=True, text=f"warm {n}"), NUM_CLIENTS, 0.5)
