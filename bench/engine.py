@@ -26,6 +26,7 @@ from worker.cache.namespace import NamespaceRing
 from worker.engine import Engine, EngineParts
 from worker.model.load import LoadedModel, load_model
 from worker.model.token_bytes import token_bytes
+from worker.model_executor import ModelExecutor
 
 PAGE_SIZE = 16
 MAX_SEQUENCES = 32
@@ -126,8 +127,7 @@ def new_engine(loaded: LoadedModel, kv_dtype: KvDtype, kv_tokens: int) -> Engine
     num_pages = -(-kv_tokens // PAGE_SIZE) + MAX_SEQUENCES
     layout = loaded.kv_layout(num_pages, PAGE_SIZE, kv_dtype)
     parts = EngineParts(
-        model=loaded.model,
-        kv=KvPool.allocate(layout),
+        executor=ModelExecutor(loaded.model, KvPool.allocate(layout)),
         namespaces=NamespaceRing(b"b" * 32, loaded.digest, kv_dtype),
         token_bytes=tuple(token_bytes(loaded.tokenizer)),
         eos_token_ids=frozenset(loaded.tokenizer.eos_token_ids),

@@ -27,7 +27,7 @@ class ModelCard:
     """A model as its workers serve it.
 
     `digest` names weights and quantization (hex sha256). `max_request_tokens` is the most prompt + output tokens that one request can
-    ever hold: the context length, or the KV pool's capacity if that is smaller.
+    ever hold: the context length, or the KV pool's capacity if that is smaller. A synthetic model is only played: its text means nothing.
     """
 
     name: ModelName
@@ -39,6 +39,7 @@ class ModelCard:
     created_s: int
     owned_by: str = "sluicegate"
     kv_dtype: str = "bf16"
+    is_synthetic: bool = False
 
 
 @dataclass(frozen=True, slots=True)

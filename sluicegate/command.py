@@ -60,6 +60,16 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected tokens a second, got {text!r}") from None
+    if not (value == 0 or 0.1 <= value <= 1e9):
+        raise argparse.ArgumentTypeError(f"must be 0 or 0.1 to 1e9 tokens a second, got {text}")
+    return value
+
+
 def _integrity(text: str) -> str:
     if text in ("seal", "full"):
         raise argparse.ArgumentTypeError(f"{text} is not in this version yet; use lease (default) or off")
@@ -110,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_keys(commands)
     _add_models(commands)
     _add_chat(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -154,6 +165,23 @@ def _engine(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _synthetic(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine", choices=("model", "synthetic"), default="model",
+        help="what answers: a model, or made-up text at set rates, for rehearsals",
+    )  # fmt: skip
+    group = parser.add_argument_group("with --engine synthetic")
+    group.add_argument(
+        "--prefill-rate", type=_rate, metavar="R", default=0.0, help="prompt tokens a second, 0 for no wait"
+    )
+    group.add_argument(
+        "--decode-rate", type=_rate, metavar="R", default=0.0, help="tokens a second of each stream, 0 for no wait"
+    )
+    group.add_argument(
+        "--context", type=_whole(2, 1 << 24), metavar="N", default=8192, help="longest prompt with its answer"
+    )
+
+
 def _drain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drain-grace", type=_seconds, metavar="SECONDS", default=30.0, help="time for running answers when stopping"
@@ -175,6 +203,7 @@ def _add_stack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _model(parser)
     parser.add_argument("--workers", type=_whole(1, 64), metavar="N", default=1, help="worker processes")
     _engine(parser)
+    _synthetic(parser)
     _drain(parser)
     parser.add_argument("--detach", action="store_true", help="return when the stack is ready and leave it running")
     _data(_add(commands, "down", "stack:down", "stop the stack of a data folder, letting running answers finish"))
@@ -203,6 +232,7 @@ def _add_processes(commands: "argparse._SubParsersAction[argparse.ArgumentParser
         "--kernels", choices=("auto", "ref", "cpu", "gpu"), default=os.environ.get("SLUICEGATE_KERNELS", "auto"),
         help="implementation of the numerical kernels",
     )  # fmt: skip
+    _synthetic(parser)
     _drain(parser)
 
 
@@ -256,3 +286,18 @@ def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument("--system", help="a system prompt")
     parser.add_argument("--max-tokens", type=_whole(1, 1 << 30), metavar="N", help="longest answer")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 for the likeliest answer, up to 2")
+
+
+def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    group = commands.add_parser("bench", help="measure on this machine", description="Measurements on this machine.")
+    actions = group.add_subparsers(metavar="WHAT", required=True)
+    more = "\n\nStarts synthetic workers of its own in a temporary folder; compare numbers of one run only."
+    parser = _add(actions, "queue", "bench:queue", "what gateway and queue cost, beside bare aiohttp", more)
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=("latency", "streams", "fairness", "scale"),
+        help="only this part (repeatable)",
+    )
+    parser.add_argument("--seconds", type=_seconds, metavar="S", default=6.0, help="how long each number is measured")
+    parser.add_argument("--out", metavar="DIR", default="bench/results", help="where the numbers and the picture go")

@@ -14,6 +14,7 @@ from worker.cache.namespace import NamespaceRing
 from worker.engine import Engine, EngineParts
 from worker.model.load import LoadedModel, load_model
 from worker.model.token_bytes import token_bytes
+from worker.model_executor import ModelExecutor
 
 NEVER_MS = 2**60
 
@@ -34,8 +35,9 @@ class Lab:
     ) -> Engine:  # fmt: skip
         num_pages = kv_tokens // page_size
         parts = EngineParts(
-            model=self.loaded.model,
-            kv=KvPool.allocate(self.loaded.kv_layout(num_pages, page_size, kv_dtype)),
+            executor=ModelExecutor(
+                self.loaded.model, KvPool.allocate(self.loaded.kv_layout(num_pages, page_size, kv_dtype))
+            ),
             namespaces=NamespaceRing(b"s" * 32, self.loaded.digest, kv_dtype),
             token_bytes=self.token_bytes,
             eos_token_ids=frozenset(self.loaded.tokenizer.eos_token_ids),
