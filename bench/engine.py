@@ -127,7 +127,7 @@ def new_engine(loaded: LoadedModel, kv_dtype: KvDtype, kv_tokens: int) -> Engine
     num_pages = -(-kv_tokens // PAGE_SIZE) + MAX_SEQUENCES
     layout = loaded.kv_layout(num_pages, PAGE_SIZE, kv_dtype)
     parts = EngineParts(
-        executor=ModelExecutor(loaded.model, KvPool.allocate(layout)),
+        executor=ModelExecutor(loaded.model, KvPool.allocate(layout), Backend.CPU),
         namespaces=NamespaceRing(b"b" * 32, loaded.digest, kv_dtype),
         token_bytes=tuple(token_bytes(loaded.tokenizer)),
         eos_token_ids=frozenset(loaded.tokenizer.eos_token_ids),

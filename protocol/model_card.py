@@ -62,5 +62,7 @@ class WorkerStatus:
     preemptions: int = 0
     failed_requests: int = 0
     integrity_violations: int = 0
+    integrity: tuple[tuple[str, int], ...] = ()
+    integrity_mode: str = ""
     is_draining: bool = False
     pid: int = 0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from protocol.faults import FAULT_KINDS
 from sluicegate import __version__
 from sluicegate.environment import DEFAULT_REDIS_URL
 from sluicegate.errors import CommandError
@@ -70,14 +71,6 @@ def _rate(text: str) -> float:
     return value
 
 
-def _integrity(text: str) -> str:
-    if text in ("seal", "full"):
-        raise argparse.ArgumentTypeError(f"{text} is not in this version yet; use lease (default) or off")
-    if text not in ("off", "lease"):
-        raise argparse.ArgumentTypeError(f"expected off, lease, seal or full, got {text!r}")
-    return text
-
-
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     """Texts as written, defaults shown where there are any."""
 
@@ -120,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_keys(commands)
     _add_models(commands)
     _add_chat(commands)
+    _add_faults(commands)
     _add_bench(commands)
     return parser
 
@@ -151,9 +145,13 @@ def _model(parser: argparse.ArgumentParser) -> None:
 def _engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-dtype", choices=("bf16", "fp16", "fp8"), default="fp16", help="precision of the KV cache")
     parser.add_argument(
-        "--integrity", type=_integrity, metavar="{off,lease,seal,full}", default="lease",
-        help="how far the KV cache is checked; this version has off and lease",
+        "--integrity", choices=("off", "lease", "seal", "full"), default="seal",
+        help="how far the KV cache is checked: not; page tables, before each step; and prefixes, before their first use, and the pool, "
+        "in the background; and every page, in the pass that reads it",
     )  # fmt: skip
+    parser.add_argument(
+        "--allow-fault-injection", action="store_true", help="obey `sluicegate fault inject`: never for real requests"
+    )
     parser.add_argument(
         "--kv-tokens", type=_whole(64, 1 << 30), metavar="N", default=16384, help="tokens that the KV cache holds"
     )
@@ -286,6 +284,29 @@ def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument("--system", help="a system prompt")
     parser.add_argument("--max-tokens", type=_whole(1, 1 << 30), metavar="N", help="longest answer")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 for the likeliest answer, up to 2")
+
+
+def _add_faults(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    group = commands.add_parser(
+        "fault", help="damage the KV cache on purpose", description="Damage on demand, to see that it's found."
+    )
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+    _add(actions, "list", "faults:list_faults", "name the kinds of damage")
+    more = "\n\nStrikes a page of a running request, in a worker that was started with --allow-fault-injection."
+    parser = _add(actions, "inject", "faults:inject_fault", "damage a page", more)
+    parser.add_argument("kind", choices=tuple(FAULT_KINDS), metavar="KIND", help="see `sluicegate fault list`")
+    parser.add_argument("--tenant", metavar="T", help="of a request of this tenant")
+    parser.add_argument(
+        "--layer", type=_whole(0, 1 << 16), metavar="N", help="which layer (default: one in the middle)"
+    )
+    parser.add_argument(
+        "--page", type=_whole(0, 1 << 20), metavar="N", default=0, help="which page of the request, from 0"
+    )
+    parser.add_argument("--model", help="the model's name, if several are served")
+    parser.add_argument(
+        "--wait", type=_seconds, metavar="S", default=10.0, help="how long to wait for a request to strike"
+    )
+    _redis(parser)
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

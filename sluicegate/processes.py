@@ -61,6 +61,7 @@ def worker(arguments: Namespace) -> None:
             kernels=arguments.kernels,
             kv_dtype=arguments.kv_dtype,
             integrity=arguments.integrity,
+            allow_fault_injection=arguments.allow_fault_injection,
             kv_tokens=arguments.kv_tokens,
             page_size=arguments.page_size,
             max_sequences=arguments.max_sequences,

@@ -16,6 +16,7 @@ class StackSettings:
     workers: int
     kv_dtype: str
     integrity: str
+    allow_fault_injection: bool
     kv_tokens: int
     page_size: int
     max_sequences: int
@@ -27,7 +28,7 @@ class StackSettings:
     def worker_flags(self) -> list[str]:
         """The flags of its workers."""
         return [
-            *self._engine_flags(), "--name", self.model_name, "--kv-dtype", self.kv_dtype,
+            *self._engine_flags(), *(["--allow-fault-injection"] if self.allow_fault_injection else []), "--name", self.model_name, "--kv-dtype", self.kv_dtype,
             "--integrity", self.integrity, "--kv-tokens", str(self.kv_tokens), "--page-size", str(self.page_size),
             "--max-sequences", str(self.max_sequences), "--drain-grace", str(self.drain_grace_s),
         ]  # fmt: skip

@@ -25,6 +25,7 @@ from protocol.replies import (
 from worker.cache.namespace import NamespaceRing
 from worker.cache.page_cache import PageCache
 from worker.executor import ChunkResult, Executor, StepBatch, prompt_logit_positions
+from worker.integrity import Integrity
 from worker.outgoing import Outgoing
 from worker.sampling import NotFinite, Sampled, SamplerRow
 from worker.sampling.logprobs import Top
@@ -36,6 +37,8 @@ _log = structlog.get_logger(__name__)
 
 CANCEL_MEMORY_S = 120.0
 MAX_REMEMBERED_CANCELS = 10_000
+SCRUBBED_PER_STEP = 1
+SCRUBBED_WHEN_IDLE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,6 @@ class EngineTotals:
     generated_tokens: int = 0
     steps: int = 0
     failed_requests: int = 0
-    integrity_violations: int = 0
 
 
 class Engine:
@@ -72,10 +74,21 @@ class Engine:
         self.cache = PageCache(parts.executor.num_pages, parts.executor.page_size)
         self.scheduler = Scheduler(self.cache, max_sequences, step_tokens)
         self.totals = EngineTotals()
+        self.integrity = Integrity(self.cache, self.scheduler, parts.executor, self._fail_violated)
         self._parts = parts
         self._requests: dict[RequestId, Request] = {}
         self._cancelled: dict[RequestId, float] = {}
         self._outbox: list[Outgoing] = []
+
+    @property
+    def executor(self) -> Executor:
+        """What computes its steps."""
+        return self._parts.executor
+
+    @property
+    def namespaces(self) -> NamespaceRing:
+        """Where its namespaces come from."""
+        return self._parts.namespaces
 
     @property
     def has_work(self) -> bool:
@@ -116,13 +129,14 @@ class Engine:
     def step(self) -> list[Outgoing]:
         """Schedule, execute, sample, commit; returns the replies that this and the calls before it caused."""
         self._expire()
+        self.integrity.begin_step()
         chunks = self.scheduler.plan()
         if chunks:
             batch = self._without_stale_pages(self._parts.executor.build(chunks))
             if batch is not None and (results := self._execute(batch)) is not None:
                 self._commit(batch, results)
             self.totals.steps += 1
-        self._scrub()
+        self.integrity.scrub(SCRUBBED_PER_STEP)
         return self.take_replies()
 
     def take_replies(self) -> list[Outgoing]:
@@ -176,30 +190,14 @@ class Engine:
         if not stale:
             return batch
         for chunk in stale:
-            self._heal(chunk.sequence, kind="lease")
+            self.integrity.lease_violation(chunk.sequence)
         sound = [c for c in batch.chunks if c.sequence.state is State.RUNNING]
         return self._parts.executor.build(sound) if sound else None
-
-    def _heal(self, sequence: Sequence, kind: str) -> None:
-        """Drop a violated sequence's pages and compute them anew; a second violation ends its request."""
-        request = sequence.request
-        request.violations += 1
-        self.totals.integrity_violations += 1
-        _log.error(
-            "kv_integrity_violation", request_id=request.job.request_id, tenant=sequence.tenant, kind=kind,
-            times=request.violations,
-        )  # fmt: skip
-        tags = self.cache.pool.tags
-        self.cache.quarantine([lease for lease in sequence.table.leases if int(tags[lease.page]) != lease.tag])
-        if request.violations > 1:
-            self._fail(request, "kv_integrity_error", "the request's KV cache failed its integrity check twice")
-        else:
-            self.scheduler.preempt(sequence)
 
     def _execute(self, batch: StepBatch) -> list[ChunkResult] | None:
         """The forward pass. An error in it is the batch's, not the worker's: its requests end, the others go on."""
         try:
-            return self._parts.executor.run(batch)
+            return self._parts.executor.run(batch, self.cache.pool)
         except Exception as error:
             _log.exception("forward_failed", error=type(error).__name__, num_sequences=len(batch.chunks))
             for chunk in batch.chunks:
@@ -211,6 +209,9 @@ class Engine:
         for chunk, result in zip(batch.chunks, results, strict=True):
             if chunk.sequence.state is not State.RUNNING:
                 continue  # its request failed with a sample that came earlier in this loop
+            if result.violation is not None:
+                self.integrity.read_violation(chunk.sequence, result.violation.place, result.violation.layer)
+                continue
             self.scheduler.commit(chunk)
             if result.prompt:
                 self._note_prompt_logprobs(chunk, result.prompt)
@@ -266,12 +267,9 @@ class Engine:
             tokens = tuple(self._parts.token_bytes[token] for token in request.job.prompt_token_ids)
             self._reply(request, PromptLogprobs(tokens, tuple(request.prompt_entries or [None])))
 
-    def _scrub(self) -> None:
-        """Zero quarantined pages that nobody holds any more, then let them be used again."""
-        for page in self.cache.pool.quarantined():
-            if not self.cache.pool.is_held(page):
-                self._parts.executor.scrub(page)
-                self.cache.pool.restore(page)
+    def scrub(self) -> None:
+        """While there is no work: walk on through the pool."""
+        self.integrity.scrub(SCRUBBED_WHEN_IDLE)
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
@@ -296,6 +294,9 @@ class Engine:
         for sequence in request.sequences:
             self.cache.quarantine(sequence.table.leases)
         self._fail(request, "internal_error", "the model produced no usable output for this request")
+
+    def _fail_violated(self, sequence: Sequence) -> None:
+        self._fail(sequence.request, "kv_integrity_error", "the request's KV cache failed its integrity check twice")
 
     def _fail(self, request: Request, code: FailureCode, message: str) -> None:
         """End a request with an error. Harmless if it has ended: two samples of one request may fail in one step."""

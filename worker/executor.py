@@ -14,15 +14,24 @@ from worker.scheduler import Chunk
 
 
 @dataclass(frozen=True, slots=True)
+class BadPage:
+    """A page of a sequence, by its place in the table, and the first layer whose seal is wrong."""
+
+    place: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkResult:
     """What one chunk's rows gave.
 
-    `prompt` has a (logprob, alternatives) pair for each of `prompt_logit_positions`, `sampled` the next token if the chunk is the
+    With a `violation` the chunk read a page whose seal was wrong, and there is nothing else. `prompt` has a (logprob, alternatives) pair for each of `prompt_logit_positions`, `sampled` the next token if the chunk is the
     sequence's last.
     """
 
     prompt: ListLike[tuple[float, Top]] = field(default=())
     sampled: Sampled | NotFinite | None = None
+    violation: BadPage | None = None
 
 
 class StepBatch(Protocol):
@@ -55,12 +64,25 @@ class Executor(Protocol):
         """Lay chunks out."""
         ...
 
-    def run(self, batch: StepBatch) -> list[ChunkResult]:
+    def run(self, batch: StepBatch, pool: PagePool) -> list[ChunkResult]:
         """Compute and sample; one result for each chunk, in their order. Whatever it raises is the batch's error."""
         ...
 
     def scrub(self, page: PageId) -> None:
         """Overwrite what is stored in a page."""
+        ...
+
+    @property
+    def has_seals(self) -> bool:
+        """Whether it seals pages."""
+        ...
+
+    def verify(self, pages: ListLike[PageId], keys: ListLike[int]) -> list[int]:
+        """The first layer of each whole page whose bytes aren't sealed with its key, or -1. Only if it has seals."""
+        ...
+
+    def mend(self) -> None:
+        """After a violation: set right what isn't any page's, such as scales."""
         ...
 
 

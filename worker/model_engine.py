@@ -1,5 +1,6 @@
 """From settings to an engine that runs a model."""
 
+import secrets
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,10 +25,18 @@ def preparation(settings: WorkerSettings) -> Callable[[], Prepared]:
 def _prepare(settings: WorkerSettings, backend: Backend) -> Prepared:
     assert settings.model_path is not None
     loaded = load_model(settings.model_path, backend)
-    kv = KvPool.allocate(loaded.kv_layout(settings.num_pages, settings.page_size, settings.kv_dtype))
+    kv = _kv_pool(loaded, settings)
     card = _card(loaded, settings, int(settings.model_path.stat().st_mtime))
     facts = {"kv_dtype": settings.kv_dtype, "kv_bytes": kv.nbytes, "integrity": settings.integrity, **describe(backend)}
-    return Prepared(card, _engine(loaded, kv, settings, card.max_request_tokens), facts)
+    return Prepared(card, _engine(loaded, kv, settings, card.max_request_tokens, backend), facts)
+
+
+def _kv_pool(loaded: LoadedModel, settings: WorkerSettings) -> KvPool:
+    """Seals are made of numbers that only this process knows, and that end with it, as its pages do."""
+    layout = loaded.kv_layout(settings.num_pages, settings.page_size, settings.kv_dtype)
+    return KvPool.allocate(
+        layout, seal_secret=secrets.token_bytes(32) if settings.integrity in {"seal", "full"} else None
+    )
 
 
 def _card(loaded: LoadedModel, settings: WorkerSettings, created_s: int) -> ModelCard:
@@ -45,10 +54,12 @@ def _card(loaded: LoadedModel, settings: WorkerSettings, created_s: int) -> Mode
     )
 
 
-def _engine(loaded: LoadedModel, kv: KvPool, settings: WorkerSettings, max_request_tokens: int) -> Engine:
+def _engine(
+    loaded: LoadedModel, kv: KvPool, settings: WorkerSettings, max_request_tokens: int, backend: Backend
+) -> Engine:
     kv_format = f"{settings.kv_dtype}/page{settings.page_size}/scales-1.0/v1"
     parts = EngineParts(
-        executor=ModelExecutor(loaded.model, kv),
+        executor=ModelExecutor(loaded.model, kv, backend, checks_reads=settings.integrity == "full"),
         namespaces=NamespaceRing(settings.namespace_secret, loaded.digest, kv_format),
         token_bytes=tuple(token_bytes(loaded.tokenizer)),
         eos_token_ids=frozenset(loaded.tokenizer.eos_token_ids),

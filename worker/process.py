@@ -16,6 +16,7 @@ import structlog
 from protocol.ids import ModelName
 from worker.consumer import NETWORK_ERRORS, Consumer, InFlight, watch_cancels
 from worker.engine_thread import EngineThread
+from worker.fault_control import FaultControl
 from worker.heartbeat import Heartbeat
 from worker.outgoing import Outgoing
 from worker.prepared import Prepared
@@ -119,6 +120,9 @@ class _Worker:
                     ("reaper", self._reaper.run()),
                 )
             ]
+            if self._settings.allow_fault_injection:
+                control = FaultControl(self._link, self._model, self._settings.worker_id, self._engine)
+                others.append(tasks.create_task(control.run(), name="faults"))
             await stopping.wait()
             self._is_draining = True
             await _cancel([consuming])

@@ -8,7 +8,7 @@ from protocol.ids import ModelName, WorkerId, new_process_id
 from worker.errors import SettingsError
 
 KvDtype = Literal["bf16", "fp16", "fp8"]
-IntegrityMode = Literal["off", "lease"]
+IntegrityMode = Literal["off", "lease", "seal", "full"]
 # A step must not take so long that it looks like a stalled engine.
 MIN_RATE, MAX_RATE = 0.1, 1e9
 MAX_CONTEXT = 1 << 24
@@ -49,7 +49,8 @@ class WorkerSettings:
     key_prefix: str = "sg"
     kernels: str = "auto"
     kv_dtype: KvDtype = "fp16"
-    integrity: IntegrityMode = "lease"
+    integrity: IntegrityMode = "seal"
+    allow_fault_injection: bool = False
     kv_tokens: int = 16384
     page_size: int = 16
     max_sequences: int = 32

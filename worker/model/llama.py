@@ -124,8 +124,9 @@ class LlamaModel:
         rotary(work.qkv[:, : heads + kv_heads], step.positions, self._rotary_table, backend=backend)
         kv_write(k, v, step.slots, pool, index, backend=backend)
         paged_attention(
-            q, pool, index, step.rows, softmax_scale=self._softmax_scale, out=work.attended, backend=backend
-        )
+            q, pool, index, step.rows, softmax_scale=self._softmax_scale, seal_check=step.seal_check,
+            out=work.attended, backend=backend,
+        )  # fmt: skip
         layer.o(work.attended.view(num_rows, -1), work.projected, backend)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.kv_pool import AttentionRows, KvLayout
+from kernels.seals import SealCheck
 from worker.model.config import ModelConfig
 from worker.model.errors import ModelError
 
@@ -19,6 +20,7 @@ class StepInput:
     page_table: torch.Tensor  # int32 [num_sequences, max_pages]
     row_sequence: torch.Tensor  # int32 [num_rows]
     logit_rows: torch.Tensor  # int64 [num_logits], rows whose logits are wanted
+    seal_check: SealCheck | None = None
 
     @property
     def rows(self) -> AttentionRows:

@@ -52,7 +52,7 @@ class SyntheticExecutor:
         """Nothing to lay out."""
         return SyntheticBatch(chunks)
 
-    def run(self, batch: StepBatch) -> list[ChunkResult]:
+    def run(self, batch: StepBatch, pool: PagePool) -> list[ChunkResult]:  # noqa: ARG002 - the engine's signature
         """Choose all due tokens, then wait until the step's time is over."""
         started_s = time.monotonic()
         results = [self._result(chunk) for chunk in batch.chunks]
@@ -61,6 +61,18 @@ class SyntheticExecutor:
 
     def scrub(self, page: PageId) -> None:
         """Nothing to overwrite."""
+
+    @property
+    def has_seals(self) -> bool:
+        """There is nothing to seal."""
+        return False
+
+    def verify(self, pages: ListLike[PageId], keys: ListLike[int]) -> list[int]:  # noqa: ARG002 - the engine's signature
+        """Nothing is stored, so nothing is wrong."""
+        return [-1] * len(pages)
+
+    def mend(self) -> None:
+        """Nothing to set right."""
 
     def _result(self, chunk: Chunk) -> ChunkResult:
         return ChunkResult(

@@ -133,7 +133,7 @@ def test_a_stale_lease_heals_once_and_fails_the_second_time(lab, result_of) -> N
             assert expected == result_of(replies)
         else:
             assert [outcome] == [reply.code for reply in _terminals(replies)]
-        assert len(strikes) == engine.totals.integrity_violations
+        assert len(strikes) == engine.integrity.totals.num_violations
         assert 0 == engine.cache.pool.num_quarantined
 
 
@@ -150,7 +150,7 @@ def test_a_table_that_points_elsewhere_is_noticed(lab, result_of) -> None:
 
     replies = lab.run(engine, lab.job("Mine is " * 20), lab.job("Theirs is " * 20, tenant="other"), on_step=strike)
     assert expected == [result_of(one) for one in replies]
-    assert 1 == engine.totals.integrity_violations
+    assert 1 == engine.integrity.totals.num_violations
 
 
 def test_an_exception_in_the_model_fails_its_batch_and_not_the_engine(lab, monkeypatch) -> None:
