@@ -110,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_keys(commands)
     _add_models(commands)
     _add_chat(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -256,3 +257,39 @@ def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument("--system", help="a system prompt")
     parser.add_argument("--max-tokens", type=_whole(1, 1 << 30), metavar="N", help="longest answer")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 for the likeliest answer, up to 2")
+
+
+def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    group = commands.add_parser("bench", help="measure speed and quality", description="Measurements on this machine.")
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+    more = "\n\nWith --peers, other engines that are installed take turns with ours in every row (`bench peers` installs them)."
+    parser = _add(actions, "engine", "bench:engine", "time prompts and decoding beside the memory's bandwidth", more)
+    _model_to_measure(parser)
+    parser.add_argument("--rows", choices=("full", "quick", "tiny"), default="full", help="which rows")
+    parser.add_argument(
+        "--rounds", type=_whole(1, 100), metavar="N", help="rounds of each row (default: the row's own)"
+    )
+    parser.add_argument("--peers", action="store_true", help="measure the peers too")
+    _peers(parser)
+    parser.add_argument("--no-worker", action="store_true", help="leave out the starts of real workers")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
+    parser = _add(actions, "kernels", "bench:kernels", "time the matrix products alone")
+    parser.add_argument("--kernels", choices=("auto", "ref", "cpu", "gpu"), default="auto", help="implementation")
+    parser = _add(actions, "quality", "bench:quality", "compare perplexity and logits with a float32 model's")
+    _model_to_measure(parser)
+    parser.add_argument("--tokens", type=_whole(1, 1 << 20), metavar="N", default=4096, help="tokens of text")
+    _peers(_add(actions, "peers", "bench:peers", "install the engines that ours is compared with"))
+
+
+def _model_to_measure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="NAME_OR_PATH", default=DEFAULT_MODEL, help="a known model's name, or a GGUF file"
+    )
+    parser.add_argument("--out", metavar="DIR", default="bench/results", help="folder for the results")
+
+
+def _peers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--peers-dir", metavar="DIR", help="folder of the peers (default: .peers beside the bench package)"
+    )
+    parser.add_argument("--only", metavar="NAME", nargs="+", help="only these engines")
