@@ -19,7 +19,7 @@ from bench.results import Row as RowRecord
 from bench.rows import Row, longest, most_streams
 
 LOAD_TIMEOUT_S = 600.0
-TURN_TIMEOUT_S = 300.0
+TURN_TIMEOUT_S = 900.0
 # Threads of the engine before may still spin for a moment when they have run out of work.
 SETTLE_S = 0.1
 

@@ -1,5 +1,6 @@
 """Installs the peers, each in an environment of its own, pinned. What cannot be had is noted with the reason and shown in the table."""
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -7,7 +8,7 @@ import sys
 import venv
 from pathlib import Path
 
-from bench.contenders import PEERS, Peer, failure_file, peer_python
+from bench.contenders import PACKAGE, PEERS, Peer, failure_file, peer_python
 
 LAST_LINES = 3
 
@@ -33,7 +34,7 @@ def _set_up_one(peer: Peer, folder: Path) -> None:
     failed.unlink(missing_ok=True)
     try:
         venv.create(home, with_pip=True)
-        _pip(peer, folder, "install", *peer.pip_options, *peer.requirements)
+        _pip(peer, folder, "install", "--constraint", str(_constraints(peer)), *peer.pip_options, *peer.requirements)
         if peer.unwanted:
             _pip(peer, folder, "uninstall", "--yes", *peer.unwanted)
         _check_import(peer, folder)
@@ -50,7 +51,13 @@ def _set_up_one(peer: Peer, folder: Path) -> None:
 def recipe(peer: Peer) -> str:
     """What an installation depends on."""
     environment = [f"{key}={value}" for key, value in sorted(peer.pip_environment.items()) if key == "CMAKE_ARGS"]
-    return " ".join([*peer.requirements, *peer.pip_options, *environment, *peer.unwanted])
+    pins = hashlib.sha256(_constraints(peer).read_bytes()).hexdigest()[:16]
+    return " ".join([*peer.requirements, *peer.pip_options, *environment, *peer.unwanted, pins])
+
+
+def _constraints(peer: Peer) -> Path:
+    """The versions of all that comes along."""
+    return PACKAGE / "constraints" / f"{peer.name}.txt"
 
 
 def _pip(peer: Peer, folder: Path, *arguments: str) -> None:

@@ -1,6 +1,7 @@
 """`sluicegate bench`: composes the measurements in the `bench` package."""
 
 import contextlib
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,8 @@ def engine(arguments: Namespace) -> None:
     from bench.run import RunOptions, chosen_rows, run
     from bench.table import markdown
 
+    # Engines, workers and the queue are ended on the way out, of SIGTERM as of Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     name, path = resolve(arguments.model)
     peers = Path(arguments.peers_dir) if arguments.peers_dir else DEFAULT_PEERS
     options = RunOptions(

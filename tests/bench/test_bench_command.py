@@ -68,3 +68,20 @@ def test_bad_arguments(arguments: list[str], reason: str, smollm2_path: Path, tm
     assert 0 < done.returncode < 3
     assert reason in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.timeout(400)
+def test_nothing_is_left_running(smollm2_path: Path, tmp_path: Path) -> None:
+    """A SIGTERM in the middle of a run ends the engines' processes too."""
+    command = [sys.executable, "-m", "sluicegate", "bench", "engine", "--rows", "tiny", "--out", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        assert process.stderr is not None
+        assert "ready after" in process.stderr.readline()
+        tasks = Path(f"/proc/{process.pid}/task")
+        engines = [pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+        process.terminate()
+        code = process.wait()
+
+    assert 130 == code
+    assert engines
+    assert not [pid for pid in engines if Path(f"/proc/{pid}").exists()]
