@@ -69,6 +69,7 @@ def measure(plan: Plan, source: PromptSource, results: Results) -> None:
         runners = [stack.enter_context(_running(contender, plan)) for contender in plan.contenders]
         results.engines = [runner.result for runner in runners]
         _note_sizes(runners, results)
+        plan.say("warming up")
         _warm_up(runners, plan, source)
         for number, row in enumerate(plan.rows):
             plan.say(f"{row.title}, {row.rounds} rounds")

@@ -28,14 +28,16 @@ def draw(results: Results, path: Path) -> None:
             panel.axis("off")
             continue
         row = results.rows[number]
-        panel.set_title(row.title, fontsize=10, loc="left")
+        panel.set_title(row.title, fontsize=9, loc="left")
         for spine in ("top", "right", "left"):
             panel.spines[spine].set_visible(False)
         panel.set_xticks([])
         _bars(panel, results, row.name)
         if row.num_streams == 1 and row.num_steps and results.floor_s:
             panel.axvline(1 / results.floor_s, color="#c0392b", linewidth=1, linestyle="--")
-            panel.text(1 / results.floor_s, -0.9, "floor", color="#c0392b", fontsize=8, ha="right")
+            panel.text(
+                1 / results.floor_s, len(results.engines) - 0.6, "floor ", color="#c0392b", fontsize=8, ha="right"
+            )
     figure.suptitle(f"{results.model}: tokens a second ({results.started})", x=0.01, ha="left", fontsize=12)
     figure.tight_layout(rect=(0, 0, 1, 0.97))
     figure.savefig(path, dpi=110)
@@ -53,7 +55,7 @@ def _bars(panel: "Axes", results: Results, row: str) -> None:
         samples = cell.samples if cell else []
         panel.barh(position, rate, color=colour, height=0.7)
         panel.plot(samples, [position] * len(samples), "|", color="#222222", markersize=7, alpha=0.6)
-        panel.text(rate, position, f"  {rate:.0f}" if rate else "  -", va="center", fontsize=8)
+        panel.text(max([rate, *samples]), position, f"  {rate:.0f}" if rate else "  -", va="center", fontsize=8)
         names.append(engine.title)
         top = max(top, rate, *samples)
     panel.set_yticks(range(len(names)), names, fontsize=8)
