@@ -310,8 +310,25 @@ def _add_faults(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    group = commands.add_parser("bench", help="measure on this machine", description="Measurements on this machine.")
-    actions = group.add_subparsers(metavar="WHAT", required=True)
+    group = commands.add_parser("bench", help="measure speed and quality", description="Measurements on this machine.")
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+    more = "\n\nWith --peers, other engines that are installed take turns with ours in every row (`bench peers` installs them)."
+    parser = _add(actions, "engine", "bench:engine", "time prompts and decoding beside the memory's bandwidth", more)
+    _model_to_measure(parser)
+    parser.add_argument("--rows", choices=("full", "quick", "tiny"), default="full", help="which rows")
+    parser.add_argument(
+        "--rounds", type=_whole(1, 100), metavar="N", help="rounds of each row (default: the row's own)"
+    )
+    parser.add_argument("--peers", action="store_true", help="measure the peers too")
+    _peers(parser)
+    parser.add_argument("--no-worker", action="store_true", help="leave out the starts of real workers")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
+    parser = _add(actions, "kernels", "bench:kernels", "time the matrix products alone")
+    parser.add_argument("--kernels", choices=("auto", "ref", "cpu", "gpu"), default="auto", help="implementation")
+    parser = _add(actions, "quality", "bench:quality", "compare perplexity and logits with a float32 model's")
+    _model_to_measure(parser)
+    parser.add_argument("--tokens", type=_whole(1, 1 << 20), metavar="N", default=4096, help="tokens of text")
+    _peers(_add(actions, "peers", "bench:peers", "install the engines that ours is compared with"))
     more = "\n\nStarts synthetic workers of its own in a temporary folder; compare numbers of one run only."
     parser = _add(actions, "queue", "bench:queue", "what gateway and queue cost, beside bare aiohttp", more)
     parser.add_argument(
@@ -322,3 +339,17 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--seconds", type=_seconds, metavar="S", default=6.0, help="how long each number is measured")
     parser.add_argument("--out", metavar="DIR", default="bench/results", help="where the numbers and the picture go")
+
+
+def _model_to_measure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="NAME_OR_PATH", default=DEFAULT_MODEL, help="a known model's name, or a GGUF file"
+    )
+    parser.add_argument("--out", metavar="DIR", default="bench/results", help="folder for the results")
+
+
+def _peers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--peers-dir", metavar="DIR", help="folder of the peers (default: .peers beside the bench package)"
+    )
+    parser.add_argument("--only", metavar="NAME", nargs="+", help="only these engines")
