@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_models(commands)
     _add_chat(commands)
     _add_faults(commands)
+    _add_doctor(commands)
     _add_bench(commands)
     return parser
 
@@ -307,6 +308,17 @@ def _add_faults(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--wait", type=_seconds, metavar="S", default=10.0, help="how long to wait for a request to strike"
     )
     _redis(parser)
+
+
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    group = commands.add_parser("doctor", help="examine what is promised", description="Examinations of promises.")
+    actions = group.add_subparsers(metavar="WHAT", required=True)
+    more = "\n\nStarts a stack for each mode in a temporary folder, damages its pages in every way, and prints what was found."
+    parser = _add(actions, "integrity", "doctor:integrity", "every kind of damage in every mode", more)
+    parser.add_argument("--modes", nargs="+", choices=("off", "lease", "seal", "full"), help="only these")
+    parser.add_argument("--kinds", nargs="+", choices=tuple(FAULT_KINDS), metavar="KIND", help="only these")
+    parser.add_argument("--model", metavar="NAME_OR_PATH", help="a known model's name, a file or a folder")
+    parser.add_argument("--json", metavar="FILE", help="write every cell there too")
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

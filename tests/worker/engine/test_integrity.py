@@ -74,7 +74,7 @@ def test_a_prefix_is_verified_before_its_first_use(lab, result_of, clean, monkey
 
     def strike(number: int) -> None:
         if len(jobs_seen) == 0 and engine.scheduler.running and engine.scheduler.running[0].num_output == 23:
-            jobs_seen.append(inject(engine, kind, place=2))
+            jobs_seen.append(inject(engine, kind, place=1))
 
     jobs_seen: list = []
     # Struck before the last step of its own request, which in `seal` mode does not look.
