@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -55,6 +56,15 @@ class Stack:
         """The description as it is now: processes may have been replaced."""
         self.info = json.loads((self.data / "stack.json").read_text())
         return self.info
+
+    def status(self, path: str) -> int:
+        """The status of a GET."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as response:
+                return response.status
+        except urllib.error.HTTPError as error:
+            error.close()
+            return error.code
 
     def pid_of_busy_worker(self) -> int:
         """The process id of a worker that runs something."""

@@ -8,7 +8,14 @@ import sys
 import threading
 import time
 
+import openai
 import pytest
+import redis
+
+from protocol.job import Job, SamplingParams
+from protocol.key_space import KeySpace
+from protocol.signing import seal_job
+from sluicegate.secrets import derived_keys
 
 COMMAND = [sys.executable, "-m", "sluicegate"]
 MESSAGES = [{"role": "user", "content": "Tell me a long story about a lighthouse."}]
@@ -49,7 +56,7 @@ def _stream(stack, name: str):
 def test_a_killed_worker_costs_only_time(fleet, name) -> None:
     """SIGKILL at different places of an answer: text, logprobs, finish reasons and usage are those of the undisturbed answer."""
     expected = _collect(_stream(fleet, name))
-    for after in (2, 30):
+    for after in (2 if name == "seeded" else 30,):
         fleet.wait_for(lambda: fleet.metric("sluicegate_worker_max_sequences") == 64, 60)
         stream = iter(_stream(fleet, name))
         chunks = [next(stream) for _ in range(after)]
@@ -142,3 +149,49 @@ def test_a_worker_that_leaves_hands_its_answers_over(fleet) -> None:
         if extra is not None and extra.poll() is None:
             extra.kill()
             extra.wait()
+
+
+def test_a_dead_job_can_be_run_again(fleet) -> None:
+    """`sluicegate queue requeue` runs it with the real model, tells how it ended, and it's no longer among the dead."""
+    keys, signing_key = KeySpace(), derived_keys(fleet.data).job_signing
+    job = Job(
+        "r" * 32, "gone", "demo", fleet.model, (1, 2, 3), SamplingParams(max_tokens=5, seed=1, ignore_eos=True), 0, 1
+    )
+    with redis.Redis.from_url(fleet.info["redis_url"]) as client:
+        fields = {
+            "id": job.request_id,
+            "line": job.line,
+            "reason": "poisonous",
+            "deliveries": 4,
+            "job": seal_job(signing_key, job),
+        }
+        dead_id = client.xadd(keys.dead(fleet.model), fields).decode()
+        assert dead_id in fleet.run("queue", "inspect")
+        assert "The job ended well: 3 prompt tokens, 5 generated." in fleet.run("queue", "requeue", dead_id)
+        assert not client.xlen(keys.dead(fleet.model))
+
+
+def test_a_silent_redis_is_survived(fleet) -> None:
+    """SIGSTOP of Redis in the middle of a stream: liveness on, readiness off, 503 in time; then the stream goes on and new requests are served."""
+    fleet.wait_for(lambda: fleet.metric("sluicegate_worker_max_sequences") == 64, 60)
+    expected = _collect(_stream(fleet, "greedy"))
+    stream = iter(_stream(fleet, "greedy"))
+    chunks = [next(stream) for _ in range(10)]
+    pid = fleet.reread()["pids"]["redis"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        stopped_s = time.monotonic()
+        fleet.wait_for(lambda: fleet.status("/health/ready") == 503, 10)
+        with pytest.raises(openai.InternalServerError) as refused:
+            fleet.client().chat.completions.create(**_ask(fleet, "greedy", max_tokens=2))
+        assert 503 == refused.value.status_code
+        assert 200 == fleet.status("/health/live")
+        time.sleep(max(8 - (time.monotonic() - stopped_s), 0))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    print(f"ready again after {fleet.wait_for(lambda: fleet.status('/health/ready') == 200, 10):.2f} s")
+    chunks += stream
+    assert expected == _collect(chunks)
+    assert fleet.client().chat.completions.create(**_ask(fleet, "greedy", max_tokens=2)).choices[0].message.content
+    log = (fleet.data / "logs" / "gateway.log").read_text()
+    assert (1, 1) == (log.count("redis_unreachable"), log.count("redis_reachable_again"))
