@@ -17,6 +17,7 @@ from gateway.generation import Generations
 from gateway.health import live, metrics, ready, workers
 from gateway.intake.call import IntakeLimits
 from gateway.intake.pool import IntakePool
+from gateway.lease_watch import LeaseWatch
 from gateway.liveness import Liveness
 from gateway.metrics import Metrics
 from gateway.middleware import add_request_id, around
@@ -26,7 +27,7 @@ from gateway.parts import PARTS, Parts
 from gateway.redis_link import open_redis
 from gateway.reply_reader import ReplyReader
 from gateway.settings import GatewaySettings, SettingsError
-from gateway.submitter import Submitter
+from gateway.submitter import QueueBounds, Submitter
 from gateway.tenant_store import TenantStore
 from protocol.replies import Failed
 
@@ -71,11 +72,15 @@ async def running_parts(settings: GatewaySettings) -> AsyncIterator[Parts]:
         stack.push_async_callback(intake.close)
         reader = ReplyReader(link, settings.gateway_id)
         stack.push_async_callback(reader.close)
-        submitter = Submitter(link, settings.job_signing_key, settings.max_waiting_jobs)
+        bounds = QueueBounds(
+            settings.max_waiting_jobs, settings.max_waiting_tokens, settings.max_tenant_jobs, settings.max_tenant_tokens
+        )
+        submitter = Submitter(link, settings.job_signing_key, bounds)
         generations = Generations(settings, link, reader, submitter, store)
         directory.on_refresh = Liveness(link, reader, submitter).look
         auth = Authenticator(link, store, settings.key_pepper, settings.admin_key, settings.key_cache_s)
-        tasks = [asyncio.create_task(job) for job in (reader.keep_open(), reader.run(), directory.run())]
+        watch = LeaseWatch(link, reader, submitter, settings.gateway_id)
+        tasks = [asyncio.create_task(job) for job in (reader.keep_open(), reader.run(), directory.run(), watch.run())]
         stack.push_async_callback(_cancel, tasks)
         stack.push_async_callback(generations.close)
         yield Parts(settings, link, auth, directory, intake, reader, generations, Metrics(), tasks)

@@ -18,11 +18,12 @@ MAX_CACHED_KEYS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """An authenticated caller."""
+    """An authenticated caller. `weight` is its tenant's share when there's a queue."""
 
     tenant: TenantId
     key_id: str
     role: Literal["inference", "admin"]
+    weight: float = 1.0
 
 
 class Authenticator:

@@ -111,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_processes(commands)
     _add_tenants(commands)
     _add_keys(commands)
+    _add_queue(commands)
     _add_models(commands)
     _add_chat(commands)
     _add_faults(commands)
@@ -218,6 +219,27 @@ def _add_processes(commands: "argparse._SubParsersAction[argparse.ArgumentParser
     parser.add_argument(
         "--max-waiting-jobs", type=_whole(1, 1 << 20), metavar="N", default=1000, help="longest queue of a model"
     )
+    parser.add_argument(
+        "--max-waiting-tokens",
+        type=_whole(1, 1 << 40),
+        metavar="N",
+        default=4_000_000,
+        help="the same in expected tokens",
+    )
+    parser.add_argument(
+        "--max-tenant-jobs",
+        type=_whole(1, 1 << 20),
+        metavar="N",
+        default=250,
+        help="longest line of a tenant for a model",
+    )
+    parser.add_argument(
+        "--max-tenant-tokens",
+        type=_whole(1, 1 << 40),
+        metavar="N",
+        default=1_000_000,
+        help="the same in expected tokens",
+    )
     _drain(parser)
     more = "\n\nA worker joins the stack behind its Redis and takes work; start as many as you like."
     parser = _add(commands, "worker", "processes:worker", "run one worker process: a model that takes jobs", more)
@@ -232,6 +254,19 @@ def _add_processes(commands: "argparse._SubParsersAction[argparse.ArgumentParser
         help="implementation of the numerical kernels",
     )  # fmt: skip
     _synthetic(parser)
+    parser.add_argument(
+        "--lease",
+        type=_seconds,
+        metavar="SECONDS",
+        default=2.0,
+        help="silence after which others take over a worker's jobs",
+    )
+    parser.add_argument(
+        "--stall", type=_seconds, metavar="SECONDS", default=30.0, help="longest step before the engine counts as stuck"
+    )
+    parser.add_argument(
+        "--max-deliveries", type=_whole(1, 100), metavar="N", default=3, help="workers that one job may take down"
+    )
     _drain(parser)
 
 
@@ -262,6 +297,26 @@ def _add_keys(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser = _add(actions, "revoke", "tenants:revoke_key", "remove a key; gateways refuse it within a second")
     parser.add_argument("key_id", help="its public id, from `sluicegate key list`")
     _redis(parser)
+
+
+def _add_queue(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    group = commands.add_parser(
+        "queue", help="look at the queue, and at jobs that were given up", description="Queues of the models."
+    )
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+    parsers = [_add(actions, "inspect", "queue:inspect", "show what waits, what runs and what was given up")]
+    parser = _add(actions, "requeue", "queue:requeue", "run a dead job again and tell how it ends")
+    parser.add_argument("dead_id", help="its number, from `sluicegate queue inspect`")
+    parser.add_argument(
+        "--timeout", type=_seconds, metavar="SECONDS", default=120.0, help="how long to wait for its end"
+    )
+    parsers.append(parser)
+    parser = _add(actions, "purge", "queue:purge", "forget dead jobs")
+    parser.add_argument("dead_id", nargs="?", help="only this one")
+    parsers.append(parser)
+    for each in parsers:
+        each.add_argument("--model", metavar="NAME", help="only this model's")
+        _redis(each)
 
 
 def _add_models(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

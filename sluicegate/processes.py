@@ -28,6 +28,9 @@ def gateway(arguments: Namespace) -> None:
             port=arguments.port,
             max_body_bytes=arguments.max_body_bytes,
             max_waiting_jobs=arguments.max_waiting_jobs,
+            max_waiting_tokens=arguments.max_waiting_tokens,
+            max_tenant_jobs=arguments.max_tenant_jobs,
+            max_tenant_tokens=arguments.max_tenant_tokens,
             drain_grace_s=arguments.drain_grace,
         )
         asyncio.run(run(settings))
@@ -66,6 +69,9 @@ def worker(arguments: Namespace) -> None:
             page_size=arguments.page_size,
             max_sequences=arguments.max_sequences,
             step_tokens=arguments.step_tokens,
+            lease_s=arguments.lease,
+            stall_s=arguments.stall,
+            max_deliveries=arguments.max_deliveries,
             drain_grace_s=arguments.drain_grace,
             synthetic=synthetic if is_synthetic else None,
         )

@@ -72,8 +72,7 @@ class Sluicegate:
             self._engine.submit(
                 Job(
                     RequestId(str(stream)), GatewayId("g"), TenantId("t"), ModelName("m"), tuple(tokens), sampling, 0, FAR_MS
-                ),
-                b"0-0",
+                )
             )  # fmt: skip
 
     def step(self) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from gateway.intake.encoder import PromptEncoder
 from gateway.intake.fields import Fields, parse_object
 from gateway.intake.sampling_fields import MAX_TOKENS, sampling_params, with_room
 from protocol.job import SamplingParams
+from protocol.key_space import PriorityClass
 
 MAX_SALT_CHARACTERS = 128
 EncoderOf = Callable[[ServedModel], PromptEncoder]
@@ -50,6 +51,7 @@ def build_call(
         echo=echo,
         cache_salt=fields.string("cache_salt", MAX_SALT_CHARACTERS),
         timeout_s=_timeout(fields, limits),
+        priority=_priority(fields),
     )
 
 
@@ -77,6 +79,11 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
     if not stream:
         raise bad_request("'stream_options' needs 'stream' to be true.", "stream_options")
     return Fields(options, "stream_options").boolean("include_usage", default=False)
+
+
+def _priority(fields: Fields) -> PriorityClass:
+    """OpenAI's service_tier: 'flex' is work that can wait."""
+    return "batch" if fields.string("service_tier", 32) == "flex" else "interactive"
 
 
 def _timeout(fields: Fields, limits: IntakeLimits) -> float | None:
