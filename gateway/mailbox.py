@@ -91,6 +91,8 @@ class PendingJob:
     worker_id: WorkerId | None = None
     unserved_since_s: float | None = None
     completion_tokens: int = 0
+    started_s: float | None = None  # when a worker took it, and when its first token came; of the event loop's clock
+    first_token_s: float | None = None
     last: Done | Failed | None = None
     has_failed_here: bool = False  # ended from this side: its worker may still be at it
     _next_sequence: int = 0
@@ -126,8 +128,10 @@ class PendingJob:
     def _note(self, reply: Reply) -> None:
         if isinstance(reply, Started):
             self.worker_id = reply.worker_id
+            self.started_s = self.started_s or asyncio.get_running_loop().time()
             return
         if isinstance(reply, Delta):
+            self.first_token_s = self.first_token_s or asyncio.get_running_loop().time()
             self.completion_tokens += len(reply.token_ids)
         elif isinstance(reply, (Done, Failed)):
             self.last = reply

@@ -111,9 +111,9 @@ def list_keys(arguments: Namespace) -> None:
     tenant = None if arguments.tenant is None else _tenant_id(arguments.tenant)
 
     async def work(store: TenantStore) -> None:
-        print(f"{'KEY ID':<18} {'TENANT':<24} {'NAME':<20} {'ROLE':<10} CREATED (UTC)")
+        print(f"{'KEY ID':<18} {'TENANT':<24} {'NAME':<20} {'SCOPES':<10} CREATED (UTC)")
         for key in await store.keys(tenant):
-            print(f"{key.id:<18} {key.tenant:<24} {key.name:<20} {key.role:<10} {_day(key.created_ms)}")
+            print(f"{key.id:<18} {key.tenant:<24} {key.name:<20} {','.join(key.scopes):<10} {_day(key.created_ms)}")
 
     _with_store(arguments, work)
 
