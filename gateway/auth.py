@@ -28,6 +28,11 @@ class Principal:
     key: ApiKey = field(repr=False)
     revision: int = 0
 
+    @property
+    def weight(self) -> float:
+        """The tenant's share when there is a queue."""
+        return self.record.weight
+
     def has_scope(self, *scopes: Scope) -> bool:
         """Whether the key has one of these scopes."""
         return any(scope in self.key.scopes for scope in scopes)

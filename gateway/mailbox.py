@@ -103,6 +103,16 @@ class PendingJob:
         """Whether its terminal reply has come."""
         return self.last is not None
 
+    @property
+    def is_accepted(self) -> bool:
+        """Whether it's on the queue, or was."""
+        return self.entry_id is not None
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a worker has taken it."""
+        return self.worker_id is not None
+
     def receive(self, envelope: ReplyEnvelope) -> None:
         """Take a reply if it is the next one. Duplicates and stale attempts are dropped; a gap or a wrong order ends the job."""
         if self.is_finished or envelope.attempt != self.attempt:

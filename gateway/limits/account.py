@@ -125,14 +125,14 @@ class Account:
                 return ("cancelled", "") if job.last.code == "cancelled" else ("failed", job.last.code)
         if all(isinstance(job.last, Done) for job in self.jobs):
             return "completed", ""
-        if any(job.entry_id is None for job in self.jobs):
+        if not all(job.is_accepted for job in self.jobs):
             return "failed", "not_queued"
         return "cancelled", ""
 
     @property
     def was_accepted(self) -> bool:
         """Whether any of its jobs reached the queue."""
-        return any(job.entry_id is not None for job in self.jobs)
+        return any(job.is_accepted for job in self.jobs)
 
     def _since(self, moment_s: float) -> int:
         return max(round((moment_s - self.opened_s) * 1000), 0)
@@ -143,7 +143,7 @@ def _used(job: PendingJob, num_prompt: int) -> tuple[int, int, int]:
     last = job.last
     if isinstance(last, Done):
         return last.prompt_tokens, last.cached_tokens, last.completion_tokens
-    if job.worker_id is None:
+    if not job.has_started:
         return 0, 0, 0
     return num_prompt, 0, job.completion_tokens
 

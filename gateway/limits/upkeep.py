@@ -61,7 +61,7 @@ class Upkeep:
         """Jobs that a worker has taken are no longer queued; errors of Redis pass through."""
         for account in list(self._ledger.open):
             queued = [charge for charge in account.charges if charge.what == "queued"]
-            started = [job.request_id for job in account.jobs if job.worker_id is not None]
+            started = [job.request_id for job in account.jobs if job.has_started]
             if queued and len(started) > account.num_released:
                 for charge in queued:
                     await self._link.commands.zrem(charge.redis_key, *started)
@@ -132,7 +132,7 @@ def _held(account: Account, what: str, members: tuple[str, ...]) -> list[str]:
     """What a lease still holds: a job leaves the queue when a worker takes it."""
     if what != "queued":
         return list(members)
-    return [job.request_id for job in account.jobs if job.worker_id is None and job.request_id in members]
+    return [job.request_id for job in account.jobs if not job.has_started and job.request_id in members]
 
 
 def _unpacked(record: bytes) -> list[Any]:
