@@ -51,7 +51,9 @@ def window(limit: int, amount: int) -> list:
 
 def test_months_are_those_of_the_calendar(client) -> None:
     """Every day of 80 years has the month and the number of days left that it should have."""
-    script = _CHARGES + "local r = {} for i, day in ipairs(cmsgpack.unpack(ARGV[1])) do r[i] = month_of(day) end return r"
+    script = (
+        _CHARGES + "local r = {} for i, day in ipairs(cmsgpack.unpack(ARGV[1])) do r[i] = month_of(day) end return r"
+    )
     first = date(1999, 12, 1)
     days = [first + timedelta(days=n) for n in range(365 * 80)]
     numbers = [(day - date(1970, 1, 1)).days for day in days]
@@ -148,7 +150,13 @@ class Books(RuleBasedStateMachine):
         self.client = redis.Redis.from_url(self.url)
         self.loop = _Awaitable(self.client)
         self.keys = KeySpace("t" + secrets.token_hex(6))
-        self.limits = [("window", 1000, ""), ("window", 40, ""), ("lease", 6, ""), ("budget", 5000, "day"), ("budget", 90_000, "month")]
+        self.limits = [
+            ("window", 1000, ""),
+            ("window", 40, ""),
+            ("lease", 6, ""),
+            ("budget", 5000, "day"),
+            ("budget", 90_000, "month"),
+        ]
         whats = ("tokens", "requests", "concurrent", "budget_tokens", "budget_money")
         self.places = [self.keys.account(TENANT, f"tenant:{what}") for what in whats]
         self.note = Note("key_1", ModelName("m"), 1, (10, 5, 20), whats)
@@ -172,14 +180,18 @@ class Books(RuleBasedStateMachine):
         ]
         all_keys = [self.keys.open_requests(TENANT), self.keys.leases(TENANT), *self.places]
         reply = self.client.eval(ADMIT, len(all_keys), *all_keys, name, LEASE_MS, self.note.to_text(), pack(charges), 0)
-        fits = all(used + amount <= limit for used, amount, (_, limit, _) in zip(self.used, amounts, self.limits, strict=True))
+        fits = all(
+            used + amount <= limit for used, amount, (_, limit, _) in zip(self.used, amounts, self.limits, strict=True)
+        )
         assert fits == bool(reply[0])
         if fits:
             self.open[name] = amounts
             self.used = [used + amount for used, amount in zip(self.used, amounts, strict=True)]
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), part=st.floats(0, 1), outcome=st.sampled_from(["completed", "cancelled", "failed", "refused"]))
+    @rule(
+        data=st.data(), part=st.floats(0, 1), outcome=st.sampled_from(["completed", "cancelled", "failed", "refused"])
+    )
     def settle(self, data, part: float, outcome: str) -> None:
         name = data.draw(st.sampled_from(sorted(self.open)))
         counts = Counts(int(self.open[name][0] * part), 0, 0, 1, 2, 3)

@@ -27,6 +27,7 @@ from gateway.app import create_app, running_parts
 from gateway.parts import Parts
 from gateway.price_store import PriceStore
 from gateway.settings import GatewaySettings
+from gateway.share_store import ShareStore
 from gateway.tenant_store import TenantStore
 from gateway.usage_store import UsageStore
 from protocol.codec import encode
@@ -329,6 +330,12 @@ def store(redis: Redis, keys: KeySpace) -> TenantStore:
 def price_store(redis: Redis, keys: KeySpace) -> PriceStore:
     """The prices of this test."""
     return PriceStore(redis, keys, PEPPER)
+
+
+@pytest.fixture
+def share_store(redis: Redis, keys: KeySpace) -> ShareStore:
+    """The share groups of this test."""
+    return ShareStore(redis, keys, PEPPER)
 
 
 @pytest.fixture

@@ -34,7 +34,11 @@ async def test_requests_per_minute(gateway, worker, store, owner):
     assert ["2", "1", "0"] == remaining
     for _ in range(5):
         status, body, headers = await running.chat()
-        assert (429, "rate_limit_exceeded", "rate_limit_error") == (status, body["error"]["code"], body["error"]["type"])
+        assert (429, "rate_limit_exceeded", "rate_limit_error") == (
+            status,
+            body["error"]["code"],
+            body["error"]["type"],
+        )
         assert 1 <= int(headers["Retry-After"]) <= MINUTE_S
         assert ("0", None) == (headers["x-ratelimit-remaining-requests"], headers.get("x-should-retry"))
     other = await gateway("other")
@@ -240,7 +244,9 @@ async def test_context_output_and_samples(gateway, worker, store):
 @pytest.mark.parametrize("unit", ["tokens", "money"])
 async def test_budgets(gateway, worker, store, soon, unit, price_store, kit):
     """A budget is taken from as requests end; what would exceed it is refused until the period is over, and need not be tried again."""
-    await worker(lambda w, job: w.send(job, Started(w.worker_id), Delta(0, "x", (1,) * 10, (), "stop"), Done(100, 60, 10)))
+    await worker(
+        lambda w, job: w.send(job, Started(w.worker_id), Delta(0, "x", (1,) * 10, (), "stop"), Done(100, 60, 10))
+    )
     running = await gateway()
     # 40 fresh, 60 cached and 10 generated tokens: 40 + 30 + 20 = 90 nano-units.
     await price_store.set(kit.model, Price(1, 0, 2) if unit == "tokens" else Price(2, 1, 2))
@@ -262,7 +268,9 @@ async def test_budgets(gateway, worker, store, soon, unit, price_store, kit):
 
 async def test_money_is_exact(gateway, worker, store, soon, price_store, kit, usage_store):
     """A row's cost is the price of the moment of admission: fresh and cached input, output."""
-    await worker(lambda w, job: w.send(job, Started(w.worker_id), Delta(0, "x", (1,) * 10, (), "stop"), Done(100, 60, 10)))
+    await worker(
+        lambda w, job: w.send(job, Started(w.worker_id), Delta(0, "x", (1,) * 10, (), "stop"), Done(100, 60, 10))
+    )
     running = await gateway()
     await price_store.set(kit.model, Price(1000, 500, 4000))
     await asyncio.sleep(0.4)

@@ -32,7 +32,6 @@ def gateways(gateway):
     return start
 
 
-
 @pytest.mark.parametrize("how", ["revoke", "disable", "delete", "expire"])
 async def test_everywhere_within_a_second(gateways, worker, store, how):
     """A key that was in use on four gateways a moment ago is refused by all of them within a second of the change."""
@@ -173,7 +172,9 @@ async def test_allowed_models(gateway, worker, store, soon):
     await worker()
     await worker(model="big/model")
     running = await gateway()
-    unknown = await running.post("/v1/chat/completions", {"model": "big/nodel", "messages": [{"role": "user", "content": "Hi"}]})
+    unknown = await running.post(
+        "/v1/chat/completions", {"model": "big/nodel", "messages": [{"role": "user", "content": "Hi"}]}
+    )
     await store.change_tenant(ACME, models=("tiny/chat",))
 
     async def listed():
@@ -184,8 +185,13 @@ async def test_allowed_models(gateway, worker, store, soon):
 
     await soon(is_narrow)
     assert 404 == (await running.get("/v1/models/big/model", **running.headers()))[0]
-    refused = await running.post("/v1/chat/completions", {"model": "big/model", "messages": [{"role": "user", "content": "Hi"}]})
-    assert (404, unknown[1]["error"]["message"].replace("big/nodel", "big/model")) == (refused[0], refused[1]["error"]["message"])
+    refused = await running.post(
+        "/v1/chat/completions", {"model": "big/model", "messages": [{"role": "user", "content": "Hi"}]}
+    )
+    assert (404, unknown[1]["error"]["message"].replace("big/nodel", "big/model")) == (
+        refused[0],
+        refused[1]["error"]["message"],
+    )
     assert 200 == (await running.chat())[0]
 
 
