@@ -100,7 +100,7 @@ ADMIT = (
 -- Take all charges of a request, or none.
 -- KEYS open, leases, charge...   ARGV request, lease_ms, note, charges, is_dry (0 or 1)
 -- -> [1, now_ms, (used, reset_s) of each charge] | [0, now_ms, (used, reset_s)..., number of the charge that was refused, wait_s or -1]
--- A dry run takes nothing and refuses nothing.
+-- as msgpack: one string is read faster than many numbers. A dry run takes nothing and refuses nothing.
 local charges, is_dry = cmsgpack.unpack(ARGV[4]), ARGV[5] == '1'
 local refused, refused_wait, used = 0, 0, {}
 for i, charge in ipairs(charges) do
@@ -141,7 +141,7 @@ if refused > 0 then
   reply[#reply + 1] = refused
   reply[#reply + 1] = refused_wait
 end
-return reply
+return cmsgpack.pack(reply)
 """
 )
 

@@ -22,7 +22,7 @@ from gateway.redis_link import NETWORK_ERRORS, RETRY_S, RedisLink
 from gateway.scripts import run_script
 from gateway.tenancy_watch import TenancyWatch
 from protocol.account_scripts import ADMIT
-from protocol.codec import pack
+from protocol.codec import pack, unpack_list
 from protocol.ids import ModelName, TenantId, new_request_id
 from protocol.limits import Price
 
@@ -101,7 +101,7 @@ class Ledger:
         places += [charge.redis_key for charge in charges]
         arguments = [account.id, self._lease_ms, account.note.to_text(), pack([c.wire() for c in charges]), 0]
         try:
-            reply = await self._link.call(run_script(self._link.commands, ADMIT, places, arguments))
+            reply = unpack_list(await self._link.call(run_script(self._link.commands, ADMIT, places, arguments)))
         except ApiError:
             # It may have been carried out all the same.
             self._in_background(self._settle(account, is_accepted=False))

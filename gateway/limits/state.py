@@ -7,7 +7,7 @@ from gateway.limits.ledger import standings_of
 from gateway.limits.refusal import Standing
 from gateway.scripts import run_script
 from protocol.account_scripts import ADMIT
-from protocol.codec import pack
+from protocol.codec import pack, unpack_list
 from protocol.key_space import KeySpace
 from protocol.limits import FREE, NANOS
 from protocol.tenancy import ApiKey, Tenant
@@ -21,8 +21,8 @@ async def standings(client: Any, keys: KeySpace, tenant: Tenant, key: ApiKey | N
     if not charges:
         return []
     places = [keys.open_requests(tenant.id), keys.leases(tenant.id), *(charge.redis_key for charge in charges)]
-    reply = await run_script(client, ADMIT, places, ["", 1000, "", pack([charge.wire() for charge in charges]), 1])
-    return standings_of(charges, reply)
+    arguments = ["", 1000, "", pack([charge.wire() for charge in charges]), 1]
+    return standings_of(charges, unpack_list(await run_script(client, ADMIT, places, arguments)))
 
 
 def standing_json(standing: Standing, key: ApiKey | None) -> dict[str, Any]:

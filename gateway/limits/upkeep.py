@@ -21,7 +21,7 @@ from protocol.ids import TenantId
 _log = structlog.get_logger(__name__)
 
 RELEASE_S = 0.1
-MAX_RENEW_S = 2.0
+MAX_RENEW_S = 1.0  # what a killed gateway has not yet reported is never charged
 MAX_RENEWED = 500
 MAX_SWEPT = 100
 # Its slot is free as soon as a lease has run out. The books wait a little for a gateway that was only cut off.

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from gateway.limits.account import Counts, Note
 from gateway.limits.settlement import Settlement
 from protocol.account_scripts import _CHARGES, ADMIT, EXPIRED, RENEW
-from protocol.codec import pack
+from protocol.codec import pack, unpack_list
 from protocol.ids import ModelName, TenantId
 from protocol.key_space import KeySpace
 from protocol.usage import SUMMED, row_from_fields
@@ -42,7 +42,7 @@ def keys(client) -> KeySpace:
 
 def admit(client, keys, request, charges, places):
     all_keys = [keys.open_requests(TENANT), keys.leases(TENANT), *places]
-    return client.eval(ADMIT, len(all_keys), *all_keys, request, LEASE_MS, "note", pack(charges), 0)
+    return unpack_list(client.eval(ADMIT, len(all_keys), *all_keys, request, LEASE_MS, "note", pack(charges), 0))
 
 
 def window(limit: int, amount: int) -> list:
@@ -183,7 +183,7 @@ class Books(RuleBasedStateMachine):
         fits = all(
             used + amount <= limit for used, amount, (_, limit, _) in zip(self.used, amounts, self.limits, strict=True)
         )
-        assert fits == bool(reply[0])
+        assert fits == bool(unpack_list(reply)[0])
         if fits:
             self.open[name] = amounts
             self.used = [used + amount for used, amount in zip(self.used, amounts, strict=True)]
