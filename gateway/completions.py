@@ -56,6 +56,7 @@ async def _admitted(
     started_s = time.monotonic()
     async with parts.generations.open(call, caller) as generation:
         request[RATE_HEADERS] = generation.account.headers
+        structlog.contextvars.bind_contextvars(request_id=generation.account.id)
         shaper = await _shaper(parts, call)
         if call.stream:
             return await _Relay(request, parts, call, generation, shaper, started_s).run()

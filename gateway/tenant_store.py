@@ -13,6 +13,7 @@ from protocol.tenancy import ApiKey, Scope, ShareGroup, Tenant, key_digest, new_
 from protocol.usage import TOTALS
 
 DELETE_BATCH = 500
+DELETED_S = 3600  # longer than a request that was let in before can take to be admitted
 MAX_TRIES = 20
 
 
@@ -51,6 +52,8 @@ class TenantStore:
     async def create_tenant(self, tenant: TenantId, display_name: str, **fields: Any) -> Tenant:
         """Add a tenant; raises ExistsError if there is one of this id, ValueError for a field that can't be."""
         record = Tenant(tenant, display_name, await self._records.now_ms(), **fields)
+        if await self.tenant(tenant) is None:
+            await self._client.delete(self._keys.deleted(tenant))
         if not await self._records.add(self._keys.tenants, tenant, record, self._audit("tenant.created", tenant)):
             raise ExistsError(f"tenant {tenant!r} exists already")
         return record
@@ -85,6 +88,7 @@ class TenantStore:
             await self._remove_key(digest, key)
         await self._leave_shares(tenant)
         await self._records.remove(self._keys.tenants, tenant, self._audit("tenant.deleted", tenant))
+        await self._client.set(self._keys.deleted(tenant), 1, ex=DELETED_S)
         await self._delete_accounts(tenant)
         return len(owned)
 
@@ -224,7 +228,8 @@ class TenantStore:
     async def _delete_accounts(self, tenant: TenantId) -> None:
         batch: list[bytes] = []
         async for name in self._client.scan_iter(self._keys.account(tenant, "*"), count=1000):
-            batch.append(name)
+            if name.decode() != self._keys.deleted(tenant):
+                batch.append(name)
             if len(batch) >= DELETE_BATCH:
                 await self._client.delete(*batch)
                 batch.clear()

@@ -1,5 +1,7 @@
 """GET /v1/usage: a tenant's own usage. The admin route gives the same over all tenants."""
 
+import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 from aiohttp import web
@@ -11,6 +13,7 @@ from gateway.usage_store import UsageStore
 from gateway.usage_view import Selection, as_csv, records, totals
 from protocol.ids import TenantId
 
+DEADLINE_S = 15.0
 _PARAMETERS = {"by", "from", "to", "limit", "format"}
 
 
@@ -32,13 +35,18 @@ async def usage_response(
     store = UsageStore(parts.link.commands, parts.link.keys)
     try:
         wanted = Selection.parse(query, parts.watch.now_ms())
-        found = await parts.link.call(records(store, tenants, wanted))
+        found = await parts.link.call(_within_deadline(records(store, tenants, wanted)))
     except FieldError as error:
         raise bad_request(f"Invalid {error}.", error.path) from None
     if form == "csv":
         return web.Response(text=as_csv(wanted.columns, found), content_type="text/csv", charset="utf-8")
     body: dict[str, Any] = {"object": "list", "by": wanted.by, "data": found, "totals": totals(found)}
     return web.json_response(body)
+
+
+async def _within_deadline(reading: Awaitable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    async with asyncio.timeout(DEADLINE_S):
+        return await reading
 
 
 def _query(request: web.Request, parameters: set[str]) -> dict[str, str]:

@@ -98,13 +98,14 @@ ADMIT = (
     _CHARGES
     + """
 -- Take all charges of a request, or none.
--- KEYS open, leases, charge...   ARGV request, lease_ms, note, charges, is_dry (0 or 1)
--- -> [1, now_ms, (used, reset_s) of each charge] | [0, now_ms, (used, reset_s)..., number of the charge that was refused, wait_s or -1]
+-- KEYS open, leases, deleted, charge...   ARGV request, lease_ms, note, charges, is_dry (0 or 1)
+-- -> [-1, now_ms] if the tenant was deleted | [1, now_ms, (used, reset_s) of each charge] | [0, now_ms, (used, reset_s)..., number of the charge that was refused, wait_s or -1]
 -- as msgpack: one string is read faster than many numbers. A dry run takes nothing and refuses nothing.
+if redis.call('EXISTS', KEYS[3]) == 1 then return cmsgpack.pack({-1, now}) end
 local charges, is_dry = cmsgpack.unpack(ARGV[4]), ARGV[5] == '1'
 local refused, refused_wait, used = 0, 0, {}
 for i, charge in ipairs(charges) do
-  local key = KEYS[i + 2]
+  local key = KEYS[i + 3]
   used[i] = used_of(charge, key)
   if not is_dry and used[i] + charge[3] > charge[2] then
     local wait = wait_of(charge, key, used[i])
@@ -114,7 +115,7 @@ end
 if refused == 0 and not is_dry then
   local kept, keys = {}, {}
   for i, charge in ipairs(charges) do
-    local key, period = KEYS[i + 2], 0
+    local key, period = KEYS[i + 3], 0
     if charge[1] == 'window' then
       window_take(key, charge[3])
     elseif charge[1] == 'lease' then
@@ -135,7 +136,7 @@ end
 local reply = {refused == 0 and 1 or 0, now}
 for i, charge in ipairs(charges) do
   reply[#reply + 1] = used[i]
-  reply[#reply + 1] = reset_of(charge, KEYS[i + 2])
+  reply[#reply + 1] = reset_of(charge, KEYS[i + 3])
 end
 if refused > 0 then
   reply[#reply + 1] = refused

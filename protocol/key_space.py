@@ -110,6 +110,10 @@ class KeySpace:
         """Hash: request -> what its gateway last reported of it."""
         return self.account(tenant, "progress")
 
+    def deleted(self, tenant: TenantId) -> str:
+        """Is there for a while after the tenant was deleted: nothing is admitted any more, so that nothing is written again."""
+        return self.account(tenant, "deleted")
+
     def usage(self, tenant: TenantId) -> str:
         """Hash: a tenant's totals (requests, prompt_tokens, cached_tokens, completion_tokens)."""
         return self.account(tenant, "usage")

@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 
 from gateway.auth import Principal
-from gateway.errors import ApiError
+from gateway.errors import ApiError, unauthorized
 from gateway.intake.call import GenerationCall
 from gateway.limits.account import Account, Note
 from gateway.limits.charges import Charge, ask_of, charges_of
@@ -23,7 +23,7 @@ from gateway.scripts import run_script
 from gateway.tenancy_watch import TenancyWatch
 from protocol.account_scripts import ADMIT
 from protocol.codec import pack, unpack_list
-from protocol.ids import ModelName, TenantId, new_request_id
+from protocol.ids import ModelName, TenantId
 from protocol.limits import Price
 
 _log = structlog.get_logger(__name__)
@@ -88,7 +88,7 @@ class Ledger:
     def _account(
         self, call: GenerationCall, caller: Principal, jobs: list[PendingJob], price: Price
     ) -> tuple[Account, list[Charge]]:
-        account_id = new_request_id()
+        account_id = jobs[0].request_id  # one name for a request in usage, audit and the workers' logs
         ask = ask_of(call, account_id, tuple(job.request_id for job in jobs))
         charges = charges_of(self._link.keys, caller, ask, price)
         prices = (price.input, price.cached_input, price.output)
@@ -97,7 +97,7 @@ class Ledger:
 
     async def _take(self, account: Account, charges: list[Charge]) -> None:
         keys = self._link.keys
-        places = [keys.open_requests(account.tenant), keys.leases(account.tenant)]
+        places = [keys.open_requests(account.tenant), keys.leases(account.tenant), keys.deleted(account.tenant)]
         places += [charge.redis_key for charge in charges]
         arguments = [account.id, self._lease_ms, account.note.to_text(), pack([c.wire() for c in charges]), 0]
         try:
@@ -106,6 +106,8 @@ class Ledger:
             # It may have been carried out all the same.
             self._in_background(self._settle(account, is_accepted=False))
             raise
+        if reply[0] < 0:
+            raise unauthorized()
         standings = standings_of(charges, reply)
         if not reply[0]:
             number, wait_s = reply[-2:]

@@ -20,9 +20,11 @@ async def standings(client: Any, keys: KeySpace, tenant: Tenant, key: ApiKey | N
     charges = owner_charges(keys, tenant, key, _NOTHING, FREE)
     if not charges:
         return []
-    places = [keys.open_requests(tenant.id), keys.leases(tenant.id), *(charge.redis_key for charge in charges)]
+    places = [keys.open_requests(tenant.id), keys.leases(tenant.id), keys.deleted(tenant.id)]
+    places += [charge.redis_key for charge in charges]
     arguments = ["", 1000, "", pack([charge.wire() for charge in charges]), 1]
-    return standings_of(charges, unpack_list(await run_script(client, ADMIT, places, arguments)))
+    reply = unpack_list(await run_script(client, ADMIT, places, arguments))
+    return [] if reply[0] < 0 else standings_of(charges, reply)
 
 
 def standing_json(standing: Standing, key: ApiKey | None) -> dict[str, Any]:

@@ -78,7 +78,8 @@ def test_usage_is_what_the_answer_said(seeded) -> None:
     """Rows, sums and cost of a request are those in its `usage`, the cached part at its discount."""
     messages = [{"role": "user", "content": "What is the capital of France? " * 10}]
     answers = [
-        seeded.client(KEY).chat.completions.create(model=seeded.model, max_tokens=5, messages=messages) for _ in range(2)
+        seeded.client(KEY).chat.completions.create(model=seeded.model, max_tokens=5, messages=messages)
+        for _ in range(2)
     ]
     seeded.wait_for(lambda: len(_rows(seeded)) == 2, 5)
     for answer, row in zip(answers, _rows(seeded), strict=True):

@@ -219,8 +219,8 @@ def _use(url: str, data: Path, tenant: str, amounts: list[tuple[int, int]]) -> N
         keys, now_ms = KeySpace(), int(time.time() * 1000)
         for number, (prompt, output) in enumerate(amounts):
             name, note = f"{tenant}{number}", Note("key_1", ModelName("tiny/chat"), 1, (1000, 500, 2000), ())
-            places = [keys.open_requests(TenantId(tenant)), keys.leases(TenantId(tenant))]
-            await client.eval(ADMIT, 2, *places, name, 60_000, note.to_text(), pack([]), 0)
+            places = [place(TenantId(tenant)) for place in (keys.open_requests, keys.leases, keys.deleted)]
+            await client.eval(ADMIT, 3, *places, name, 60_000, note.to_text(), pack([]), 0)
             row = note.row(name, TenantId(tenant), Counts(prompt, 0, output, 1, 2, 3), "completed", "", now_ms, now_ms)
             assert await Settlement(TenantId(tenant), name, note, [], row, now_ms).write(client, keys, 86_400)
 
@@ -355,3 +355,14 @@ async def test_changes_at_once_lose_nothing(valkey_url: str, data: Path) -> None
         await asyncio.gather(*(store.change_tenant(TenantId("acme"), **change) for change in changes))
         record = await store.tenant(TenantId("acme"))
     assert values == [getattr(record, name) for name in names]
+
+
+def test_up_checks_its_seed_first(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A seed that can't be stops `up` before anything is started."""
+    file, model = tmp_path / "tenants.toml", tmp_path / "tiny.gguf"
+    file.write_text("x = 1")
+    model.write_bytes(b"")
+    flags = ["--data", str(data), "--port", "0", "--model", str(model), "--tenants", str(file)]
+    assert 1 == main(["up", *flags])
+    assert "tenants.toml: x: is unknown" in capsys.readouterr().err
+    assert not (data / "stack.json").exists()

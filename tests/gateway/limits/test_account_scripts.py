@@ -41,7 +41,7 @@ def keys(client) -> KeySpace:
 
 
 def admit(client, keys, request, charges, places):
-    all_keys = [keys.open_requests(TENANT), keys.leases(TENANT), *places]
+    all_keys = [keys.open_requests(TENANT), keys.leases(TENANT), keys.deleted(TENANT), *places]
     return unpack_list(client.eval(ADMIT, len(all_keys), *all_keys, request, LEASE_MS, "note", pack(charges), 0))
 
 
@@ -178,7 +178,7 @@ class Books(RuleBasedStateMachine):
             [kind, limit, amount, period, [name] if kind == "lease" else []]
             for (kind, limit, period), amount in zip(self.limits, amounts, strict=True)
         ]
-        all_keys = [self.keys.open_requests(TENANT), self.keys.leases(TENANT), *self.places]
+        all_keys = [self.keys.open_requests(TENANT), self.keys.leases(TENANT), self.keys.deleted(TENANT), *self.places]
         reply = self.client.eval(ADMIT, len(all_keys), *all_keys, name, LEASE_MS, self.note.to_text(), pack(charges), 0)
         fits = all(
             used + amount <= limit for used, amount, (_, limit, _) in zip(self.used, amounts, self.limits, strict=True)

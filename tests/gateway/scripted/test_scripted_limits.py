@@ -79,6 +79,21 @@ async def test_what_can_never_fit_is_not_to_be_tried_again(gateway, worker, stor
     assert "asks for" in body["error"]["message"]
 
 
+async def test_streams_carry_the_headers(gateway, worker, store, kit):
+    """A stream's head tells where the client stands, as a whole answer does."""
+    await worker()
+    running = await gateway()
+    await store.change_tenant(ACME, limits=Limits(requests_per_minute=5, tokens_per_minute=5000))
+    await asyncio.sleep(0.6)
+    body = {"model": kit.model, "stream": True, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 10}
+    async with running.client.post(
+        running.url + "/v1/chat/completions", json=body, headers=running.headers()
+    ) as response:
+        found = {name for name in response.headers if name.startswith("x-ratelimit-")}
+        await response.read()
+    assert {f"x-ratelimit-{a}-{b}" for a in ("limit", "remaining", "reset") for b in ("requests", "tokens")} == found
+
+
 async def test_samples_count_as_tokens(gateway, worker, store):
     """n samples reserve n times max_tokens, the prompt once."""
     await worker()

@@ -254,4 +254,21 @@ async def test_nothing_of_a_tenant_is_left(gateway, worker, store, redis, keys, 
     await store.delete_tenant(ACME)
     await stream
     await asyncio.sleep(2.5)  # a renewal has come and gone
-    assert [] == [name async for name in redis.scan_iter(keys.account(ACME, "*"))]
+    assert [keys.deleted(ACME)] == [name.decode() async for name in redis.scan_iter(keys.account(ACME, "*"))]
+    assert 0 < await redis.ttl(keys.deleted(ACME)) <= 3600
+
+
+async def test_a_request_let_in_before_the_deletion_is_not_admitted(gateway, worker, store, redis, keys, soon):
+    """Its body comes after its tenant has gone: 401, and no account of the tenant appears again."""
+    one = await worker()
+    running = await gateway()
+    body = json.dumps({"model": one.model, "messages": [{"role": "user", "content": "Hi"}]}).encode()
+    reader, writer = await asyncio.open_connection(running.host, running.port)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {running.key}\r\n"
+    writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body[:10])
+    await soon(lambda: running.parts.num_answering == 1)
+    await store.delete_tenant(ACME)
+    writer.write(body[10:])
+    assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 401")
+    writer.close()
+    assert [keys.deleted(ACME)] == [name.decode() async for name in redis.scan_iter(keys.account(ACME, "*"))]
