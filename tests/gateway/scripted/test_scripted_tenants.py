@@ -35,7 +35,7 @@ def gateways(gateway):
 @pytest.mark.parametrize("how", ["revoke", "disable", "delete", "expire"])
 async def test_everywhere_within_a_second(gateways, worker, store, how):
     """A key that was in use on four gateways a moment ago is refused by all of them within a second of the change."""
-    await worker()
+    await worker(ttl_ms=30_000)
     four = await gateways()
     secret = four[0].key
     key = await store.find_key(secret)
@@ -62,7 +62,7 @@ async def test_everywhere_within_a_second(gateways, worker, store, how):
 @pytest.mark.parametrize("how", ["revoke", "disable", "delete"])
 async def test_running_streams_end_at_once(gateways, worker, store, soon, how):
     """Streams and whole answers in the making, on every gateway; the workers are told, another tenant's goes on."""
-    one = await worker(_hold)
+    one = await worker(_hold, ttl_ms=30_000)
     four = await gateways()
     other = await four[0].client.post(
         four[0].url + "/v1/chat/completions",
