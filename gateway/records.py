@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar
 import structlog
 
 from gateway.scripts import run_script
-from protocol.account_scripts import CHANGE_RECORD
+from protocol.account_scripts import CHANGE_RECORD, LOOK
 from protocol.audit import MAX_AUDIT_ENTRIES, AuditRecord, to_fields
 from protocol.errors import ProtocolError
 from protocol.key_space import KeySpace
@@ -68,8 +68,8 @@ class Records:
 
     async def now_ms(self) -> int:
         """Redis' time."""
-        seconds, micros = await self.client.time()
-        return int(seconds) * 1000 + int(micros) // 1000
+        _, now_ms = await run_script(self.client, LOOK, [self.keys.revision], [])
+        return int(now_ms)
 
     def _sealed(self, place: str, field: str, record: object) -> bytes:
         return seal_record(self._key, f"{place}/{field}", record)

@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from gateway.redis_link import NETWORK_ERRORS, RedisLink
+from gateway.scripts import run_script
+from protocol.account_scripts import LOOK
 
 _log = structlog.get_logger(__name__)
 
 POLL_S = 0.25
-CLOCK_S = 10.0
 NOTE_USE_S = 5.0
 
 
@@ -21,7 +22,6 @@ class TenancyWatch:
     def __init__(self, link: RedisLink) -> None:
         self._link = link
         self._offset_s = time.time() - time.monotonic()
-        self._synced_s = float("-inf")
         self._used: dict[str, int] = {}
         self._noted_s = time.monotonic()
         self.revision = 0
@@ -47,8 +47,9 @@ class TenancyWatch:
 
     async def look(self) -> None:
         """Look once; errors of Redis pass through."""
-        await self._keep_time()
-        revision = int(await self._link.commands.get(self._link.keys.revision) or 0)
+        before_s = time.monotonic()
+        revision, now_ms = await run_script(self._link.commands, LOOK, [self._link.keys.revision], [])
+        self._offset_s = now_ms / 1000 - (before_s + time.monotonic()) / 2
         if revision != self.revision:
             self.revision = revision
             self.on_change()
@@ -69,15 +70,6 @@ class TenancyWatch:
             await self.write_uses()
         except NETWORK_ERRORS:
             _log.warning("key_uses_not_written")
-
-    async def _keep_time(self) -> None:
-        before_s = time.monotonic()
-        if before_s - self._synced_s < CLOCK_S:
-            return
-        seconds, micros = await self._link.commands.time()
-        after_s = time.monotonic()
-        self._offset_s = int(seconds) + int(micros) / 1e6 - (before_s + after_s) / 2
-        self._synced_s = after_s
 
 
 async def _nothing(revision: int) -> None:

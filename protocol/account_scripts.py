@@ -228,6 +228,14 @@ return found
 """
 )
 
+LOOK = (
+    _TIME
+    + """
+-- KEYS revision   -> [revision, now_ms]
+return {tonumber(redis.call('GET', KEYS[1]) or 0), now}
+"""
+)
+
 CHANGE_RECORD = """
 -- Change one sealed record, raise the revision, and write the audit entry, as one step.
 -- KEYS hash, revision, audit, retired   ARGV field, mode, expected, value, retired member, most audit entries, audit field...
