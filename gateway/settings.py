@@ -37,11 +37,17 @@ class GatewaySettings:
     slow_reader_s: float = 30.0
     drain_grace_s: float = 30.0
     key_cache_s: float = 0.5
+    lease_s: float = 15.0  # after which what a dead gateway's requests held is free again
+    usage_rows_days: int = 35
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise SettingsError(f"port must be 0 to 65535, got {self.port}")
         if self.max_body_bytes < 1024:
             raise SettingsError(f"max_body_bytes must be at least 1024, got {self.max_body_bytes}")
+        if not 1 <= self.lease_s <= 3600:
+            raise SettingsError(f"lease_s must be 1 to 3600, got {self.lease_s}")
+        if not 1 <= self.usage_rows_days <= 3660:
+            raise SettingsError(f"usage_rows_days must be 1 to 3660, got {self.usage_rows_days}")
         if self.intake_processes < 1:
             raise SettingsError(f"intake_processes must be at least 1, got {self.intake_processes}")

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import structlog
@@ -77,9 +77,14 @@ class IntakePool:
         """End all processes."""
         await asyncio.gather(*(process.end() for process in self._all))
 
-    async def call(self, kind: Literal["chat", "completion"], body: bytes) -> GenerationCall:
-        """The checked call in a body; raises ApiError."""
-        models = await self._directory.served()
+    async def call(
+        self,
+        kind: Literal["chat", "completion"],
+        body: bytes,
+        view: Callable[[list[ServedModel]], list[ServedModel]] = list,
+    ) -> GenerationCall:
+        """The checked call in a body, of a caller who sees the models that `view` leaves; raises ApiError."""
+        models = view(await self._directory.served())
         request = [kind, body, _rows(models), self._limits]
         process = await self._idle.get()
         back: _Process | None = None  # a process that failed, or was interrupted, is replaced when it's needed
@@ -120,7 +125,7 @@ class IntakePool:
 
 
 def _rows(models: Iterable[ServedModel]) -> list[list[Any]]:
-    return [[model.name, model.card_digest, model.max_request_tokens] for model in models]
+    return [[m.name, m.card_digest, m.max_request_tokens, m.max_output_tokens] for m in models]
 
 
 def _result(answer: list[Any]) -> GenerationCall:
