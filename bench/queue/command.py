@@ -28,7 +28,7 @@ def run(arguments: Namespace) -> None:
             raise KeyboardInterrupt from None
     out = Path(arguments.out)
     write_json(rows, out / "queue.json", load_before)
-    print(table(rows))
+    print(f"{os.cpu_count()} cores, load average {load_before[0]:.1f} before the run\n\n{table(rows)}")
     try:
         draw(rows, out / "queue.png")
     except ImportError:
