@@ -4,10 +4,9 @@ import asyncio
 import time
 from functools import partial
 
-from bench.fleet import Fleet
 from bench.queue.load import chat, closed_loop
 from bench.queue.rows import Row, percentile
-from bench.queue.setting import Setting
+from bench.queue.setting import Fleet, Setting
 from bench.queue.wire import Answer, connect
 
 FLOOD = 100

@@ -24,6 +24,7 @@ ALLOWED = {
     "kernels": set(),
 }
 FORBIDDEN = {
+    "bench": set(),
     "gateway": {"torch", "triton", "gguf", "safetensors"},
     "protocol": {"torch", "redis", "aiohttp", "socket", "asyncio"},
     "kernels": {"redis", "aiohttp"},
