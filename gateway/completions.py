@@ -46,15 +46,22 @@ async def _answer(request: web.Request, kind: Literal["chat", "completion"]) -> 
 async def _admitted(
     request: web.Request, parts: Parts, kind: Literal["chat", "completion"], caller: Principal
 ) -> web.StreamResponse:
-    body = await read_body(request, parts.settings.max_body_bytes, parts.settings.body_timeout_s)
-    call = await parts.intake.call(kind, body)
-    del body
+    call = await _prepared(request, parts, kind, caller)
     started_s = time.monotonic()
     async with parts.generations.open(call, caller) as generation:
         shaper = await _shaper(parts, call)
         if call.stream:
             return await _Relay(request, parts, call, generation, shaper, started_s).run()
         return await _whole(parts, generation, shaper, started_s)
+
+
+async def _prepared(
+    request: web.Request, parts: Parts, kind: Literal["chat", "completion"], caller: Principal
+) -> GenerationCall:
+    settings = parts.settings
+    with parts.bodies.share(caller.tenant) as share:
+        body = await read_body(request, settings.max_body_bytes, settings.body_timeout_s, share)
+        return await parts.intake.call(kind, body)
 
 
 async def _shaper(parts: Parts, call: GenerationCall) -> Shaper:

@@ -32,7 +32,13 @@ def _unready_reason(parts: Parts) -> str | None:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Prometheus' text format; the workers' numbers are those of this moment."""
+    """Prometheus' text format, for the operator: sums over tenants tell one of them what the others do."""
+    await request.app[PARTS].auth.admin(request)
+    return await open_metrics(request)
+
+
+async def open_metrics(request: web.Request) -> web.Response:
+    """The same without a key, on a port that only the operator reaches. The workers' numbers are those of this moment."""
     parts = request.app[PARTS]
     try:
         await parts.directory.refresh()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from gateway.auth import Authenticator
+from gateway.body import BodyMemory
 from gateway.generation import Generations
 from gateway.intake.pool import IntakePool
 from gateway.metrics import Metrics
@@ -27,6 +28,7 @@ class Parts:
     reader: ReplyReader
     generations: Generations
     metrics: Metrics
+    bodies: BodyMemory
     tasks: list[asyncio.Task[None]]
     is_draining: bool = False
     num_answering: int = 0  # requests past authentication, whether their jobs are queued yet or not

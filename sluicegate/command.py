@@ -1,16 +1,18 @@
 """Arguments and dispatch. What a sub-command needs is imported when it runs, so that `--help` is instant."""
 
 import argparse
-import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
 from sluicegate import __version__
+from sluicegate.argument_types import seconds as _seconds
+from sluicegate.argument_types import whole as _whole
 from sluicegate.environment import DEFAULT_REDIS_URL
 from sluicegate.errors import CommandError
+from sluicegate.gateway_flags import add_limits
 from sluicegate.model_store import DEFAULT_MODEL
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -35,29 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"sluicegate: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
-
-
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be {low} to {high}, got {value}")
-        return value
-
-    return parse
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected seconds, got {text!r}") from None
-    if not (math.isfinite(value) and 0 <= value <= 86_400):
-        raise argparse.ArgumentTypeError(f"must be 0 to 86400 seconds, got {text}")
-    return value
 
 
 def _integrity(text: str) -> str:
@@ -184,12 +163,7 @@ def _add_processes(commands: "argparse._SubParsersAction[argparse.ArgumentParser
     parser = _add(commands, "gateway", "processes:gateway", "run one gateway process: HTTP in, jobs out")
     _listen(parser)
     _redis(parser)
-    parser.add_argument(
-        "--max-body-bytes", type=_whole(1024, 1 << 30), metavar="N", default=16 << 20, help="largest request body"
-    )
-    parser.add_argument(
-        "--max-waiting-jobs", type=_whole(1, 1 << 20), metavar="N", default=1000, help="longest queue of a model"
-    )
+    add_limits(parser)
     _drain(parser)
     more = "\n\nA worker joins the stack behind its Redis and takes work; start as many as you like."
     parser = _add(commands, "worker", "processes:worker", "run one worker process: a model that takes jobs", more)

