@@ -26,6 +26,7 @@ from gateway.metrics import Metrics
 from gateway.middleware import add_request_id, around
 from gateway.model_directory import ModelDirectory
 from gateway.models import get_model, list_models
+from gateway.openapi import openapi
 from gateway.parts import PARTS, Parts
 from gateway.redis_link import open_redis
 from gateway.reply_reader import ReplyReader
@@ -54,6 +55,7 @@ def create_app(parts: Parts) -> web.Application:
             web.post("/v1/completions", text_completions, expect_handler=expect_later),
             web.get("/v1/models", list_models),
             web.get("/v1/models/{model:.+}", get_model),
+            web.get("/openapi.json", openapi),
             web.get("/health/live", live),
             web.get("/health/ready", ready),
             web.get("/metrics", metrics),
