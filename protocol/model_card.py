@@ -10,7 +10,8 @@ class TokenizerSpec:
     """A tokenizer as data.
 
     `tokenizer_json` is in the format of Hugging Face's `tokenizers`, WITHOUT added tokens and post-processor: it maps any text to
-    ordinary tokens only. `control_tokens` are the (text, id) pairs that a chat template may write and a user never can.
+    ordinary tokens only. `control_tokens` are the (text, id) pairs that a chat template may write and a user never can; `text_tokens`
+    (`<think>`) are added tokens that anybody may write.
     """
 
     tokenizer_json: str = field(repr=False)
@@ -20,6 +21,7 @@ class TokenizerSpec:
     add_bos: bool
     eos_token_ids: tuple[int, ...]
     vocab_size: int
+    text_tokens: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
