@@ -10,6 +10,7 @@ from typing import NoReturn
 from sluicegate import __version__
 from sluicegate.argument_types import seconds as _seconds
 from sluicegate.argument_types import whole as _whole
+from sluicegate.configuration import COMMANDS, complete
 from sluicegate.environment import DEFAULT_REDIS_URL
 from sluicegate.errors import CommandError
 from sluicegate.gateway_flags import add_limits
@@ -20,9 +21,12 @@ PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a sub-command; returns the exit code: 0, 1 for a failure, 2 for wrong arguments."""
-    parsed = _parser().parse_args(arguments)
+    given = None if arguments is None else list(arguments)
+    parsed = make_parser().parse_args(given)
     module, _, function = parsed.run.partition(":")
     try:
+        if parsed.command in COMMANDS:
+            complete(make_parser, given, parsed)
         getattr(import_module(f"sluicegate.{module}"), function)(parsed)
     except CommandError as error:
         print(f"sluicegate: {error}", file=sys.stderr, flush=True)
@@ -71,7 +75,8 @@ def _add(
     return parser
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """All commands and their flags."""
     parser = _Parser(
         prog="sluicegate",
         description="Self-hosted, multi-tenant inference for open-weight language models.\n\n"
@@ -81,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sluicegate {__version__}")
     commands: argparse._SubParsersAction[argparse.ArgumentParser] = parser.add_subparsers(
-        metavar="COMMAND", required=True, parser_class=_Parser
+        metavar="COMMAND", dest="command", required=True, parser_class=_Parser
     )
     _add_stack(commands)
     _add_processes(commands)
@@ -89,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_keys(commands)
     _add_models(commands)
     _add_chat(commands)
+    _add_config(commands)
     return parser
 
 
@@ -98,6 +104,10 @@ def _data(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of the stack: secrets, database, logs (SLUICEGATE_DATA, or stack in SLUICEGATE_HOME)",
     )
+
+
+def _config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings (SLUICEGATE_CONFIG)")
 
 
 def _redis(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +120,7 @@ def _redis(parser: argparse.ArgumentParser) -> None:
 
 def _model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", metavar="NAME_OR_PATH", default=os.environ.get("SLUICEGATE_MODEL", DEFAULT_MODEL),
+        "--model", metavar="NAME_OR_PATH", default=DEFAULT_MODEL,
         help="a known model's name, a GGUF file, or a Hugging Face folder",
     )  # fmt: skip
     parser.add_argument("--name", help="the name that clients use for the model (default: from --model)")
@@ -149,6 +159,7 @@ def _listen(parser: argparse.ArgumentParser) -> None:
 def _add_stack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     more = "\n\nStarts an embedded Valkey, a gateway and workers, makes a demo tenant, and prints how to use them."
     parser = _add(commands, "up", "stack:up", "start a whole stack on this machine", more)
+    _config(parser)
     _listen(parser)
     _data(parser)
     _model(parser)
@@ -161,12 +172,14 @@ def _add_stack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def _add_processes(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = _add(commands, "gateway", "processes:gateway", "run one gateway process: HTTP in, jobs out")
+    _config(parser)
     _listen(parser)
     _redis(parser)
     add_limits(parser)
     _drain(parser)
     more = "\n\nA worker joins the stack behind its Redis and takes work; start as many as you like."
     parser = _add(commands, "worker", "processes:worker", "run one worker process: a model that takes jobs", more)
+    _config(parser)
     _redis(parser)
     _model(parser)
     _engine(parser)
@@ -174,7 +187,7 @@ def _add_processes(commands: "argparse._SubParsersAction[argparse.ArgumentParser
         "--step-tokens", type=_whole(1, 65536), metavar="N", default=256, help="most tokens in one engine step"
     )
     parser.add_argument(
-        "--kernels", choices=("auto", "ref", "cpu", "gpu"), default=os.environ.get("SLUICEGATE_KERNELS", "auto"),
+        "--kernels", choices=("auto", "ref", "cpu", "gpu"), default="auto",
         help="implementation of the numerical kernels",
     )  # fmt: skip
     _drain(parser)
@@ -230,3 +243,12 @@ def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument("--system", help="a system prompt")
     parser.add_argument("--max-tokens", type=_whole(1, 1 << 30), metavar="N", help="longest answer")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 for the likeliest answer, up to 2")
+
+
+def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    group = commands.add_parser("config", help="show the settings in force", description="Settings of the processes.")
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+    more = "\n\nSettings come from flags, the environment, a TOML file and defaults; docs/configuration.md lists them."
+    parser = _add(actions, "show", "config_page:show", "print the settings that a process would have", more)
+    parser.add_argument("process", nargs="?", choices=COMMANDS, default="up", help="whose settings")
+    _config(parser)
