@@ -23,6 +23,7 @@ class Principal:
     tenant: TenantId
     key_id: str
     role: Literal["inference", "admin"]
+    weight: float = 1.0
 
 
 class Authenticator:

@@ -52,7 +52,7 @@ async def _admitted(
         shaper = await _shaper(parts, call)
         if call.stream:
             return await _Relay(request, parts, call, generation, shaper, started_s).run()
-        return await _whole(parts, generation, shaper, started_s)
+        return await _whole(parts, call, generation, shaper, started_s)
 
 
 async def _prepared(
@@ -71,7 +71,9 @@ async def _shaper(parts: Parts, call: GenerationCall) -> Shaper:
     return ChatShaper(call, fingerprint) if call.kind == "chat" else CompletionShaper(call, fingerprint)
 
 
-async def _whole(parts: Parts, generation: Generation, shaper: Shaper, started_s: float) -> web.StreamResponse:
+async def _whole(
+    parts: Parts, call: GenerationCall, generation: Generation, shaper: Shaper, started_s: float
+) -> web.StreamResponse:
     has_token = False
     while not generation.is_finished:
         replies = await generation.take()
@@ -80,7 +82,7 @@ async def _whole(parts: Parts, generation: Generation, shaper: Shaper, started_s
             shaper.collect(slot, reply)
             if isinstance(reply, Delta) and not has_token:
                 has_token = True
-                parts.metrics.first_token(time.monotonic() - started_s)
+                parts.metrics.first_token(call.model, time.monotonic() - started_s)
     return web.json_response(shaper.whole(generation.usage()))
 
 
@@ -150,7 +152,7 @@ class _Relay:
     def _count(self) -> None:
         now_s = time.monotonic()
         if self._last_token_s is None:
-            self._metrics.first_token(now_s - self._started_s)
+            self._metrics.first_token(self._call.model, now_s - self._started_s)
         else:
-            self._metrics.between_tokens(now_s - self._last_token_s)
+            self._metrics.between_tokens(self._call.model, now_s - self._last_token_s)
         self._last_token_s = now_s

@@ -10,6 +10,7 @@ from gateway.auth import Principal
 from gateway.errors import from_failure
 from gateway.intake.call import GenerationCall
 from gateway.mailbox import Mailbox, PendingJob
+from gateway.metrics import JobMoment, tenant_class
 from gateway.redis_link import COMMAND_TIMEOUT_S, NETWORK_ERRORS, RedisLink
 from gateway.reply_reader import ReplyReader
 from gateway.settings import GatewaySettings
@@ -25,9 +26,11 @@ _log = structlog.get_logger(__name__)
 class Generation:
     """A request's jobs while it's answered."""
 
-    def __init__(self, mailbox: Mailbox, jobs: list[PendingJob]) -> None:
+    def __init__(self, mailbox: Mailbox, jobs: list[PendingJob], tenant_class: str) -> None:
         self._mailbox = mailbox
         self.jobs = jobs
+        self._tenant_class = tenant_class
+        self._since_s = asyncio.get_running_loop().time()
 
     async def take(self) -> list[tuple[int, Reply]]:
         """The replies that have come since the last call, at least one: (prompt number, reply). Done and Failed are among them."""
@@ -37,6 +40,14 @@ class Generation:
     def is_finished(self) -> bool:
         """Whether all jobs have ended and everything they said was taken: a job can end while its last replies still wait here."""
         return self._mailbox.is_empty and all(job.is_finished for job in self.jobs)
+
+    def moments(self) -> list[JobMoment]:
+        """Its jobs that have not ended."""
+        return [
+            JobMoment(job.model, self._tenant_class, "queued" if job.worker_id is None else "running", self._since_s)
+            for job in self.jobs
+            if not job.is_finished
+        ]
 
     def usage(self) -> tuple[int, int, int]:
         """Prompt, cached and completion tokens of the jobs that are done."""
@@ -68,7 +79,7 @@ class Generations:
         mailbox = Mailbox()
         timeout_s = call.timeout_s or self._settings.request_timeout_s
         pending = [self._pending(call, slot, mailbox, timeout_s) for slot in range(len(call.prompts))]
-        generation = Generation(mailbox, pending)
+        generation = Generation(mailbox, pending, tenant_class(caller.weight))
         for job in pending:
             self._reader.expect(job)
         self._open.add(generation)
@@ -91,6 +102,10 @@ class Generations:
                 if not job.is_finished:
                     job.fail(failed)
                     self._submitter.withdraw(job)
+
+    def moments(self) -> list[JobMoment]:
+        """The jobs that have not ended."""
+        return [moment for generation in self._open for moment in generation.moments()]
 
     @property
     def num_open(self) -> int:

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from protocol.ids import ModelName, WorkerId
 
+BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # upper bounds, inclusive
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSpec:
@@ -65,3 +67,7 @@ class WorkerStatus:
     integrity_violations: int = 0
     is_draining: bool = False
     pid: int = 0
+    batch_sizes: tuple[
+        int, ...
+    ] = ()  # steps by batch size: one count for each bound, and one for what is over the last
+    batched_sequences: int = 0

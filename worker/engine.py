@@ -3,8 +3,9 @@
 A request ends in exactly one terminal reply, whatever happens to it: all ways out lead through `_end`.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 import torch
@@ -12,6 +13,7 @@ import torch
 from kernels.kv_pool import KvPool
 from protocol.ids import RequestId, WorkerId
 from protocol.job import Job
+from protocol.model_card import BATCH_SIZE_BOUNDS
 from protocol.replies import (
     Delta,
     Done,
@@ -65,6 +67,14 @@ class EngineTotals:
     steps: int = 0
     failed_requests: int = 0
     integrity_violations: int = 0
+    batch_sizes: list[int] = field(default_factory=lambda: [0] * (len(BATCH_SIZE_BOUNDS) + 1))
+    batched_sequences: int = 0
+
+    def count_step(self, num_sequences: int) -> None:
+        """A step over so many sequences."""
+        self.steps += 1
+        self.batched_sequences += num_sequences
+        self.batch_sizes[bisect_left(BATCH_SIZE_BOUNDS, num_sequences)] += 1
 
 
 class Engine:
@@ -124,7 +134,7 @@ class Engine:
             batch = self._without_stale_pages(build_batch(chunks, self.cache.page_size))
             if batch is not None and (logits := self._execute(batch)) is not None:
                 self._commit(batch, logits)
-            self.totals.steps += 1
+            self.totals.count_step(len(chunks))
         self._scrub()
         return self.take_replies()
 

@@ -39,6 +39,8 @@ class Gauges:
     preemptions: int
     failed_requests: int
     integrity_violations: int
+    batch_sizes: tuple[int, ...]
+    batched_sequences: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,4 +156,6 @@ class EngineThread:
             preemptions=scheduler.num_preemptions,
             failed_requests=totals.failed_requests,
             integrity_violations=totals.integrity_violations,
+            batch_sizes=tuple(totals.batch_sizes),
+            batched_sequences=totals.batched_sequences,
         )

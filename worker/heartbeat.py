@@ -88,6 +88,8 @@ class Heartbeat:
             preemptions=gauges.preemptions,
             failed_requests=gauges.failed_requests,
             integrity_violations=gauges.integrity_violations,
+            batch_sizes=gauges.batch_sizes,
+            batched_sequences=gauges.batched_sequences,
             is_draining=self._is_draining(),
             pid=os.getpid(),
         )

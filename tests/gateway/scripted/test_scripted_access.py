@@ -153,7 +153,7 @@ async def test_metrics_have_no_tenants(gateway, worker, kit):
     assert 'sluicegate_http_requests_total{route="/v1/chat/completions",status="200"} 1.0' in text
     assert 'sluicegate_http_requests_total{route="unmatched",status="404"} 1.0' in text
     assert f'sluicegate_worker_pages{{model="tiny/chat",state="free",worker="{one.worker_id}"}} 60.0' in text
-    assert "sluicegate_time_to_first_token_seconds_count 1.0" in text
+    assert 'sluicegate_time_to_first_token_seconds_count{model="tiny/chat"} 1.0' in text
     assert "acme" not in text
     assert "made" not in text
 
