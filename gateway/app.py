@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import aiohttp.http_parser
 import structlog
@@ -33,6 +34,7 @@ from gateway.reply_reader import ReplyReader
 from gateway.settings import GatewaySettings, SettingsError
 from gateway.submitter import Submitter
 from gateway.tenant_store import TenantStore
+from gateway.tracing import Tracing
 from protocol.replies import Failed
 
 _log = structlog.get_logger(__name__)
@@ -83,7 +85,7 @@ def create_runner(parts: Parts, app: web.Application | None = None) -> web.AppRu
 
 
 @asynccontextmanager
-async def running_parts(settings: GatewaySettings) -> AsyncIterator[Parts]:
+async def running_parts(settings: GatewaySettings, tracer: Any | None = None) -> AsyncIterator[Parts]:
     """All parts with their tasks; a Redis that's away at the start is waited for in the background."""
     async with AsyncExitStack() as stack:
         link = await stack.enter_async_context(open_redis(settings.redis_url, settings.key_prefix))
@@ -107,7 +109,9 @@ async def running_parts(settings: GatewaySettings) -> AsyncIterator[Parts]:
         stack.push_async_callback(_cancel, tasks)
         stack.push_async_callback(generations.close)
         bodies = BodyMemory(settings.max_buffered_bytes)
-        yield Parts(settings, link, auth, directory, intake, reader, generations, Metrics(), bodies, tasks)
+        yield Parts(
+            settings, link, auth, directory, intake, reader, generations, Metrics(), bodies, Tracing(tracer), tasks
+        )
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
@@ -119,7 +123,7 @@ async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
-async def run(settings: GatewaySettings) -> None:
+async def run(settings: GatewaySettings, tracer: Any | None = None) -> None:
     """Serve until SIGTERM or SIGINT. Raises SettingsError if it can't start."""
     if not hasattr(aiohttp.http_parser, "HttpRequestParserC"):
         raise SettingsError("aiohttp was installed without its C parser, which is the one that is safe to expose")
@@ -129,7 +133,7 @@ async def run(settings: GatewaySettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    async with running_parts(settings) as parts:
+    async with running_parts(settings, tracer) as parts:
         runner, operators = create_runner(parts), create_runner(parts, create_operator_app(parts))
         try:
             site = await _listen(runner, settings.host, settings.port)

@@ -60,8 +60,10 @@ async def _prepared(
 ) -> GenerationCall:
     settings = parts.settings
     with parts.bodies.share(caller.tenant) as share:
-        body = await read_body(request, settings.max_body_bytes, settings.body_timeout_s, share)
-        return await parts.intake.call(kind, body)
+        with parts.tracing.step("read body"):
+            body = await read_body(request, settings.max_body_bytes, settings.body_timeout_s, share)
+        with parts.tracing.step("prepare", body_bytes=len(body)):
+            return await parts.intake.call(kind, body)
 
 
 async def _shaper(parts: Parts, call: GenerationCall) -> Shaper:

@@ -1,6 +1,8 @@
 """One HTTP request's jobs: submitted together, answered through one mailbox, taken back if the request ends before they do, and counted once."""
 
 import asyncio
+import hashlib
+import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,7 +18,8 @@ from gateway.reply_reader import ReplyReader
 from gateway.settings import GatewaySettings
 from gateway.submitter import Submitter, now_ms
 from gateway.tenant_store import TenantStore
-from protocol.ids import ModelName, new_request_id
+from gateway.tracing import current_context
+from protocol.ids import ModelName, TenantId, new_request_id
 from protocol.job import Job
 from protocol.replies import Done, Failed, Reply
 
@@ -136,8 +139,16 @@ class Generations:
             n=call.n,
             # Echo needs the prompt's tokens as text, which come with its logprobs.
             prompt_logprobs=(sampling.logprobs or 0) if call.echo else None,
-            cache_salt=call.cache_salt,
+            cache_salt=self._salt(caller.tenant, call.cache_salt),
+            trace_context=current_context(),
         )
+
+    def _salt(self, tenant: TenantId, salt: str | None) -> str | None:
+        """What the worker gets for a client's salt: it may be a secret of the client's, and Redis writes jobs to disk."""
+        if salt is None:
+            return None
+        message = f"cache-salt\0{tenant}\0{salt}".encode()
+        return hmac.digest(self._settings.key_pepper, message, hashlib.sha256).hex()
 
     def _settle(self, call: GenerationCall, caller: Principal, jobs: list[PendingJob]) -> None:
         """Count what was computed, in the background: the client may be gone, its tokens are not."""

@@ -30,8 +30,11 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
     started_s = time.monotonic()
     status = 499  # what is counted if the client leaves
     try:
-        response = await _handled(request, handler)
-        status = response.status
+        with request.app[PARTS].tracing.request(request, _route(request)) as span:
+            response = await _handled(request, handler)
+            status = response.status
+            if span is not None:
+                span.set_attribute("http.response.status_code", status)
     except (ConnectionError, asyncio.CancelledError) as error:
         # aiohttp leaves the exception in a reference cycle; half a body or an unread answer must not wait there for the collector.
         traceback.clear_frames(error.__traceback__)

@@ -14,6 +14,7 @@ from gateway.model_directory import ModelDirectory
 from gateway.redis_link import RedisLink
 from gateway.reply_reader import ReplyReader
 from gateway.settings import GatewaySettings
+from gateway.tracing import Tracing
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class Parts:
     generations: Generations
     metrics: Metrics
     bodies: BodyMemory
+    tracing: Tracing
     tasks: list[asyncio.Task[None]]
     is_draining: bool = False
     num_answering: int = 0  # requests past authentication, whether their jobs are queued yet or not

@@ -53,3 +53,4 @@ class Job:
     attempt: int = 1
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
+    trace_context: str | None = None  # a W3C traceparent

@@ -149,6 +149,14 @@ def _drain(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trace-endpoint",
+        metavar="URL",
+        help="send traces to this OpenTelemetry collector, http://HOST:4318/v1/traces",
+    )
+
+
 def _listen(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(
@@ -177,6 +185,7 @@ def _add_processes(commands: "argparse._SubParsersAction[argparse.ArgumentParser
     _redis(parser)
     add_limits(parser)
     _drain(parser)
+    _trace(parser)
     more = "\n\nA worker joins the stack behind its Redis and takes work; start as many as you like."
     parser = _add(commands, "worker", "processes:worker", "run one worker process: a model that takes jobs", more)
     _config(parser)
@@ -191,6 +200,7 @@ def _add_processes(commands: "argparse._SubParsersAction[argparse.ArgumentParser
         help="implementation of the numerical kernels",
     )  # fmt: skip
     _drain(parser)
+    _trace(parser)
 
 
 def _add_tenants(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -9,6 +9,7 @@ from sluicegate.gateway_flags import limits
 from sluicegate.logs import configure
 from sluicegate.model_store import resolve
 from sluicegate.secrets import admin_key, derived_keys
+from sluicegate.tracing import tracing
 
 
 def gateway(arguments: Namespace) -> None:
@@ -32,7 +33,8 @@ def gateway(arguments: Namespace) -> None:
             metrics_port=arguments.metrics_port,
             **limits(arguments),
         )
-        asyncio.run(run(settings))
+        with tracing("gateway", arguments.trace_endpoint) as tracer:
+            asyncio.run(run(settings, tracer))
     except SettingsError as error:
         raise CommandError(str(error)) from None
 
@@ -67,6 +69,7 @@ def worker(arguments: Namespace) -> None:
             step_tokens=arguments.step_tokens,
             drain_grace_s=arguments.drain_grace,
         )
-        asyncio.run(run(settings))
+        with tracing("worker", arguments.trace_endpoint) as tracer:
+            asyncio.run(run(settings, tracer))
     except (WorkerError, ModelError, KernelError, InvalidNameError) as error:
         raise CommandError(str(error)) from None

@@ -16,6 +16,7 @@ from protocol.ids import RequestId
 from protocol.job import Job
 from worker.engine import Engine
 from worker.outgoing import Outgoing
+from worker.spans import JobSpans
 
 _log = structlog.get_logger(__name__)
 
@@ -69,8 +70,11 @@ _Command = _Submit | _Cancel | _FailAll | _Stop
 class EngineThread:
     """Runs an engine. `deliver` is called in the engine's thread with each step's replies and must not block."""
 
-    def __init__(self, engine: Engine, deliver: Callable[[list[Outgoing]], None]) -> None:
+    def __init__(
+        self, engine: Engine, deliver: Callable[[list[Outgoing]], None], spans: JobSpans | None = None
+    ) -> None:
         self._engine = engine
+        self._spans = spans or JobSpans(None)
         self._deliver = deliver
         self._commands: queue.Queue[_Command] = queue.Queue(MAX_COMMANDS)
         self._unpublished = threading.BoundedSemaphore(MAX_UNPUBLISHED_STEPS)
@@ -84,6 +88,7 @@ class EngineThread:
 
     def submit(self, job: Job, entry_id: bytes) -> None:
         """Hand over a job."""
+        self._spans.accepted(job)
         self._commands.put_nowait(_Submit(job, entry_id))
 
     def cancel(self, request_id: RequestId) -> None:
@@ -116,6 +121,7 @@ class EngineThread:
             self.gauges = self._read_gauges()
             self._busy_since = None
             if replies:
+                self._spans.replied(replies)
                 # While Redis is away this waits; the worker's heartbeat is away then too.
                 self._unpublished.acquire()
                 self._deliver(replies)

@@ -29,6 +29,7 @@ from worker.publisher import Publisher
 from worker.reaper import Reaper
 from worker.redis_link import RedisLink, open_redis
 from worker.settings import WorkerSettings
+from worker.spans import JobSpans
 
 _log = structlog.get_logger(__name__)
 
@@ -39,7 +40,7 @@ CANCEL_SETTLE_S = 5.0
 CANCEL_AGAIN_S = 0.2
 
 
-async def run(settings: WorkerSettings) -> None:
+async def run(settings: WorkerSettings, tracer: Any | None = None) -> None:
     """Serve until SIGTERM or SIGINT. Raises WorkerError, ModelError or KernelError if it cannot start."""
     stopping = _Signals()
     sys.setswitchinterval(THREAD_SWITCH_S)
@@ -59,7 +60,7 @@ async def run(settings: WorkerSettings) -> None:
             integrity=settings.integrity,
             **describe(backend),
         )
-        await _Worker(link, settings, loaded, kv).serve(stopping)
+        await _Worker(link, settings, loaded, kv, JobSpans(tracer)).serve(stopping)
 
 
 class _Signals:
@@ -91,13 +92,15 @@ class _Signals:
 class _Worker:
     """The running parts."""
 
-    def __init__(self, link: RedisLink, settings: WorkerSettings, loaded: LoadedModel, kv: KvPool) -> None:
+    def __init__(
+        self, link: RedisLink, settings: WorkerSettings, loaded: LoadedModel, kv: KvPool, spans: JobSpans
+    ) -> None:
         self._settings = settings
         self._in_flight = InFlight(settings.max_sequences)
         self._is_draining = False
         card = model_card(loaded, settings)
         engine = _engine(loaded, kv, settings, card.max_request_tokens)
-        self._engine = EngineThread(engine, self._deliver)
+        self._engine = EngineThread(engine, self._deliver, spans)
         self._publisher = Publisher(link, card.name, self._on_sent, self._engine.cancel)
         self._consumer = Consumer(
             link, card.name, settings.worker_id, settings.job_signing_key, self._engine, self._in_flight
