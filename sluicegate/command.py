@@ -95,6 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_models(commands)
     _add_chat(commands)
     _add_config(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -262,3 +263,12 @@ def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = _add(actions, "show", "config_page:show", "print the settings that a process would have", more)
     parser.add_argument("process", nargs="?", choices=COMMANDS, default="up", help="whose settings")
     _config(parser)
+
+
+def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    group = commands.add_parser("bench", help="measure on this machine", description="Measurements on this machine.")
+    actions = group.add_subparsers(metavar="WHAT", required=True)
+    parser = _add(actions, "gateway", "bench_gateway:run", "CPU time of authentication and admission")
+    parser.add_argument(
+        "--requests", type=_whole(1, 1_000_000), metavar="N", default=2000, help="requests of each kind"
+    )

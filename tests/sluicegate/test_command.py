@@ -178,3 +178,16 @@ def test_models_are_listed_with_their_licence(capsys: pytest.CaptureFixture[str]
     header, *rows = capsys.readouterr().out.splitlines()
     assert ["NAME", "SIZE", "LICENSE", "HERE", "DESCRIPTION"] == header.split()
     assert ["smollm2-135m-instruct", "98", "MB", "Apache-2.0", "no"] == rows[0].split()[:5]
+
+
+def test_bench_gateway(capsys: pytest.CaptureFixture[str]) -> None:
+    """It measures a gateway over a Valkey of its own, and leaves nothing running."""
+    assert 0 == main(["bench", "gateway", "--requests", "20"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [
+        "authentication, key known",
+        "authentication, key looked up",
+        "admission",
+        "together, key known",
+        "together, key looked up",
+    ] == [line.partition("  ")[0].partition(" median")[0].strip() for line in lines]
