@@ -131,6 +131,7 @@ async def run(settings: GatewaySettings, tracer: Any | None = None) -> None:
     raise_file_limit()
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_on_loop_error)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     async with running_parts(settings, tracer) as parts:
@@ -149,6 +150,11 @@ async def run(settings: GatewaySettings, tracer: Any | None = None) -> None:
             await runner.cleanup()
             await operators.cleanup()
     _log.info("gateway_stopped")
+
+
+def _on_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What asyncio would print with the exception's text, which may quote what a client sent."""
+    _log.error("loop_error", problem=context["message"].partition(":")[0][:100], exc_info=context.get("exception"))
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int) -> web.SockSite:
@@ -172,7 +178,7 @@ async def _wait_for_end(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]
     signalled.cancel()
     crashed = [task for task in tasks if task.done()]
     for task in crashed:
-        _log.critical("gateway_part_crashed", error=repr(task.exception())[:500])
+        _log.critical("gateway_part_crashed", exc_info=task.exception())
     return crashed
 
 

@@ -188,7 +188,9 @@ class Door(web.Server):
         return None
 
     def idle(self, connection: Connection) -> None:
-        """It may be closed to make room."""
+        """It may be closed to make room. One that has been lost while its answer was sent is not kept."""
+        if connection.transport is None:
+            return
         (self._served if connection.has_served else self._fresh)[connection] = self._loop.time()
 
     def busy(self, connection: Connection) -> None:

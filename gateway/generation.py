@@ -86,6 +86,8 @@ class Generations:
         for job in pending:
             self._reader.expect(job)
         self._open.add(generation)
+        # By this name workers log what they do for the request.
+        structlog.contextvars.bind_contextvars(request_id=pending[0].request_id)
         try:
             for job in pending:
                 await self._submitter.submit(self._job(call, job, caller, timeout_s), job)
