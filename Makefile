@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(shell find kernels/native -name '*.cpp' -o -name '*.hpp') CMakeLists.txt
 
-.PHONY: setup up test check format lint types architecture bench clean
+.PHONY: setup up test check format lint types architecture bench chaos soak clean
 
 setup: $(VENV)/.native
 
@@ -44,6 +44,14 @@ types:
 
 architecture:
 	$(BIN)/python -m pytest tests/architecture
+
+# Kills at random points of requests' lives, at length; the short versions are part of the tests.
+chaos: setup
+	CHAOS_KILLS=100 CHAOS_REAL_KILLS=100 $(BIN)/python -m pytest tests/chaos/test_kills.py
+
+REQUESTS ?= 200000
+soak: setup
+	SOAK_REQUESTS=$(REQUESTS) $(BIN)/python -m pytest tests/chaos/test_soak.py
 
 bench: setup
 	$(BIN)/python -m bench.engine

@@ -16,7 +16,7 @@ import torch
 
 from kernels.backend import Backend, describe, resolve
 from kernels.int4_matmul import int4_matmul
-from kernels.kv_pool import KvPool
+from kernels.kv_pool import KvDtype, KvPool
 from kernels.weights import Int4Weight
 from protocol.ids import GatewayId, ModelName, RequestId, TenantId, WorkerId
 from protocol.job import Job, SamplingParams
@@ -26,6 +26,7 @@ from worker.cache.namespace import NamespaceRing
 from worker.engine import Engine, EngineParts
 from worker.model.load import LoadedModel, load_model
 from worker.model.token_bytes import token_bytes
+from worker.model_executor import ModelExecutor
 
 PAGE_SIZE = 16
 MAX_SEQUENCES = 32
@@ -38,7 +39,7 @@ def main() -> None:
     """Measure and print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--kv-dtype", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument("--kv-dtype", choices=("bf16", "fp16", "fp8"), default="fp16")
     arguments = parser.parse_args()
     backend = resolve("cpu")
     name, path = resolve_model(arguments.model)
@@ -90,7 +91,7 @@ def _multiply(x: torch.Tensor, weights: list[Int4Weight], backend: Backend) -> N
         int4_matmul(x, weight, backend=backend)
 
 
-def print_engine(loaded: LoadedModel, kv_dtype: str, floor_ms: float) -> None:
+def print_engine(loaded: LoadedModel, kv_dtype: KvDtype, floor_ms: float) -> None:
     """Prefill, and decode steps of one stream at several contexts and of several streams."""
     print("\n| | tokens/s | ms a step | of the floor |\n|---|---|---|---|")
     for length in (512, 1000, 4000):
@@ -104,7 +105,7 @@ def print_engine(loaded: LoadedModel, kv_dtype: str, floor_ms: float) -> None:
         )
 
 
-def run(loaded: LoadedModel, kv_dtype: str, num_streams: int, length: int) -> tuple[float, float]:
+def run(loaded: LoadedModel, kv_dtype: KvDtype, num_streams: int, length: int) -> tuple[float, float]:
     """Seconds until all prompts are computed, and of a decode step in the median."""
     engine = new_engine(loaded, kv_dtype, num_streams * (length + NUM_DECODED + PAGE_SIZE))
     for job in jobs(num_streams, length):
@@ -121,13 +122,12 @@ def run(loaded: LoadedModel, kv_dtype: str, num_streams: int, length: int) -> tu
     return prefill_s, statistics.median(steps[: NUM_DECODED // 2])
 
 
-def new_engine(loaded: LoadedModel, kv_dtype: str, kv_tokens: int) -> Engine:
+def new_engine(loaded: LoadedModel, kv_dtype: KvDtype, kv_tokens: int) -> Engine:
     """An engine with the worker's defaults and room for all streams at once."""
     num_pages = -(-kv_tokens // PAGE_SIZE) + MAX_SEQUENCES
-    layout = loaded.kv_layout(num_pages, PAGE_SIZE, "fp8" if kv_dtype == "fp8" else "bf16")
+    layout = loaded.kv_layout(num_pages, PAGE_SIZE, kv_dtype)
     parts = EngineParts(
-        model=loaded.model,
-        kv=KvPool.allocate(layout),
+        executor=ModelExecutor(loaded.model, KvPool.allocate(layout), Backend.CPU),
         namespaces=NamespaceRing(b"b" * 32, loaded.digest, kv_dtype),
         token_bytes=tuple(token_bytes(loaded.tokenizer)),
         eos_token_ids=frozenset(loaded.tokenizer.eos_token_ids),

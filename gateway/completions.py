@@ -130,6 +130,7 @@ class _Relay:
         return await self._stream.end()
 
     async def _relay_once(self) -> None:
+        await self._stream.wait_turn()
         try:
             async with asyncio.timeout(self._keep_alive_s):
                 replies = await self._generation.take()

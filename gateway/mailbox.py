@@ -1,7 +1,7 @@
 """Replies on their way from the one reader of this process to the request that waits for them."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protocol.ids import ModelName, RequestId, WorkerId
 from protocol.replies import (
@@ -46,7 +46,35 @@ class Mailbox:
         await self._arrived.wait()
         self._arrived.clear()
         waiting, self._waiting = self._waiting, []
-        return waiting
+        return waiting if len(waiting) < 2 else _joined(waiting)
+
+
+def _joined(waiting: list[tuple[int, Reply]]) -> list[tuple[int, Reply]]:
+    """The same replies with all that waited of one sample as one delta, at the place of its first: who is behind writes less."""
+    joined: list[tuple[int, Reply]] = []
+    deltas: dict[tuple[int, int], list[Delta]] = {}
+    for slot, reply in waiting:
+        if isinstance(reply, Delta):
+            found = deltas.get((slot, reply.index))
+            if found is not None:
+                found.append(reply)
+                continue
+            deltas[slot, reply.index] = [reply]
+        joined.append((slot, reply))
+    for place, (slot, reply) in enumerate(joined):
+        if isinstance(reply, Delta) and len(parts := deltas[slot, reply.index]) > 1:
+            joined[place] = (slot, _sum(parts))
+    return joined
+
+
+def _sum(parts: list[Delta]) -> Delta:
+    return replace(
+        parts[0],
+        text="".join(part.text for part in parts),
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        logprobs=tuple(entry for part in parts for entry in part.logprobs),
+        finish_reason=parts[-1].finish_reason,
+    )
 
 
 @dataclass(slots=True, eq=False)

@@ -43,6 +43,7 @@ class ModelDirectory:
         self._cards: dict[str, ModelCard] = {}
         self.fleet = Fleet()
         self.last_round_s = time.monotonic()
+        self._has_looked = False
         self.on_refresh: Callable[[Fleet], None] = lambda fleet: None
 
     async def run(self) -> None:
@@ -71,6 +72,7 @@ class ModelDirectory:
             if found:
                 statuses[model] = found
         self.fleet = Fleet(statuses, live)
+        self._has_looked = True
         self.on_refresh(self.fleet)
 
     async def _statuses(self, model: ModelName, workers: list[WorkerId]) -> list[WorkerStatus]:
@@ -87,6 +89,7 @@ class ModelDirectory:
 
     async def served(self) -> list[ServedModel]:
         """All models with a live worker; raises ApiError."""
+        self._check_has_looked()
         models = []
         for name, statuses in sorted(self.fleet.statuses.items()):
             found = await self._known_cards(name, statuses)
@@ -97,8 +100,14 @@ class ModelDirectory:
 
     async def cards(self) -> list[ModelCard]:
         """One card for each model with a live worker; raises ApiError."""
+        self._check_has_looked()
         found = [await self._known_cards(name, statuses) for name, statuses in sorted(self.fleet.statuses.items())]
         return [next(iter(cards.values())) for cards in found if cards]
+
+    def _check_has_looked(self) -> None:
+        """A gateway that has only just started can't say that a model isn't there."""
+        if not self._has_looked:
+            raise unavailable("This gateway has only just started; try again in a moment.", "starting")
 
     async def _known_cards(self, model: ModelName, statuses: list[WorkerStatus]) -> dict[str, ModelCard]:
         """A model's cards by digest. One that has just expired, or is of another version, must not take other models with it."""

@@ -29,6 +29,7 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 def _model(card: ModelCard) -> dict[str, Any]:
+    label = {"synthetic": True} if card.is_synthetic else {}
     return {
         "id": card.name,
         "object": "model",
@@ -36,4 +37,5 @@ def _model(card: ModelCard) -> dict[str, Any]:
         "owned_by": card.owned_by,
         "context_length": card.context_length,
         "max_request_tokens": card.max_request_tokens,
+        **label,
     }

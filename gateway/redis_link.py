@@ -11,13 +11,14 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import structlog
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from gateway.errors import unavailable
 from protocol.key_space import KeySpace
+from protocol.redis_url import cluster_node_url
 
 _log = structlog.get_logger(__name__)
 
@@ -26,6 +27,8 @@ BLOCK_MS = 1000
 BLOCKING_TIMEOUT_S = BLOCK_MS / 1000 + 4.0
 RETRY_S = 0.5
 MAX_CONNECTIONS = 64
+# To each node; a cluster's pool does not wait for a free connection but fails.
+MAX_CLUSTER_CONNECTIONS = 1024
 
 NETWORK_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
 
@@ -40,6 +43,16 @@ class _BoundedRedis(Redis):
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         async with asyncio.timeout(self.command_timeout_s):
             return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+
+
+class _BoundedCluster(RedisCluster):
+    """The same for a cluster."""
+
+    command_timeout_s = COMMAND_TIMEOUT_S
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        async with asyncio.timeout(self.command_timeout_s):
+            return await super().execute_command(*args, **options)
 
 
 class RedisLink:
@@ -97,6 +110,17 @@ def _client(url: str, timeout_s: float, max_connections: int) -> Any:
     # No automatic retries: a command whose answer got lost may have been carried out, and only the caller knows what that means.
     # And no socket_timeout: under Python 3.11 redis-py then goes through asyncio.wait_for, which loses a cancellation that comes in the tick
     # of the answer. The deadline is set around each command instead.
+    client: Any
+    if (node_url := cluster_node_url(url)) is not None:
+        client = _BoundedCluster.from_url(
+            node_url,
+            max_connections=MAX_CLUSTER_CONNECTIONS,
+            socket_timeout=None,
+            socket_connect_timeout=COMMAND_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+        )
+        client.command_timeout_s = timeout_s
+        return client
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=max_connections,
@@ -105,6 +129,6 @@ def _client(url: str, timeout_s: float, max_connections: int) -> Any:
         socket_connect_timeout=COMMAND_TIMEOUT_S,
         retry=Retry(NoBackoff(), 0),
     )
-    client: Any = _BoundedRedis.from_pool(pool)
+    client = _BoundedRedis.from_pool(pool)
     client.command_timeout_s = timeout_s
     return client

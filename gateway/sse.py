@@ -9,7 +9,11 @@ from aiohttp import web
 
 # One newline: a blank line after a comment would be an empty event to some clients.
 KEEP_ALIVE = b": ping\n"
+# Tokens that follow each other faster are joined: no reader sees the difference, and an event costs more than a token.
+MIN_INTERVAL_S = 0.01
 DONE = b"data: [DONE]\n\n"
+# Made once: `json.dumps` would make one for each event.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class SlowReader(ConnectionError):
@@ -18,7 +22,7 @@ class SlowReader(ConnectionError):
 
 def event(value: Any) -> bytes:
     """One event with JSON data. Never NaN, never an id."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _ENCODER.encode(value).encode() + b"\n\n"
 
 
 class EventStream:
@@ -35,6 +39,13 @@ class EventStream:
             }
         )
         self.is_open = False
+        self._next_write_s = 0.0
+
+    async def wait_turn(self) -> None:
+        """Until the next event is due; at once unless the last one has only just left."""
+        wait_s = self._next_write_s - asyncio.get_running_loop().time()
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
 
     async def open(self) -> None:
         """Send the headers; from here on a failure is an event."""
@@ -46,6 +57,7 @@ class EventStream:
         payload = b"".join(events)
         if not payload:
             return
+        self._next_write_s = asyncio.get_running_loop().time() + MIN_INTERVAL_S
         await self._bounded(self._response.write(payload))
 
     async def end(self) -> web.StreamResponse:

@@ -14,6 +14,7 @@ _LABELS = ("model", "worker")
 # A worker that has gone is shown as down for so long, and no more than so many of them.
 GONE_S = 300.0
 MAX_GONE = 64
+MAX_INTEGRITY_COUNTS = 32
 _GAUGES = {
     "running_sequences": "Sequences in the worker's running batch.",
     "waiting_sequences": "Sequences that the worker holds back.",
@@ -54,6 +55,7 @@ class FleetCollector(Collector):
         yield self._liveness(statuses)
         yield _pages(statuses)
         yield _batches(statuses)
+        yield _integrity(statuses)
         for name, text in _GAUGES.items():
             gauge = GaugeMetricFamily(f"sluicegate_worker_{name}", text, labels=_LABELS)
             for status in statuses:
@@ -84,6 +86,15 @@ def _pages(statuses: list[WorkerStatus]) -> Metric:
         for state, count in states.items():
             pages.add_metric([status.model, status.worker_id, state], count)
     return pages
+
+
+def _integrity(statuses: list[WorkerStatus]) -> Metric:
+    text = "What the integrity checks of the KV cache have found and done."
+    family = CounterMetricFamily("sluicegate_worker_integrity", text, labels=[*_LABELS, "count"])
+    for status in statuses:
+        for name, count in status.integrity[:MAX_INTEGRITY_COUNTS]:
+            family.add_metric([status.model, status.worker_id, name[:64]], count)
+    return family
 
 
 def _batches(statuses: list[WorkerStatus]) -> Metric:

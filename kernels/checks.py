@@ -19,6 +19,17 @@ def check_tensor(op: str, name: str, tensor: torch.Tensor, dtype: torch.dtype, s
         raise KernelError(f"{op}: {name} must be contiguous")
 
 
+def check_rows(op: str, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> int:
+    """A float32 CPU tensor of this shape, each row contiguous; returns how many elements lie from a row's beginning to the next one's."""
+    if tensor.ndim and len(tensor) and not tensor.is_contiguous():
+        check_tensor(op, name, tensor[0], torch.float32, shape[1:])
+        if len(shape) != tensor.ndim or (shape[0] is not None and shape[0] != len(tensor)):
+            raise KernelError(f"{op}: {name} must have {shape[0]} rows, got {list(tensor.shape)}")
+        return tensor.stride(0)
+    check_tensor(op, name, tensor, torch.float32, shape)
+    return tensor[0].numel() if len(tensor) else 0
+
+
 def sizes(op: str, name: str, tensor: torch.Tensor, num_dims: int) -> torch.Size:
     """The shape of a tensor that must have so many dimensions."""
     if tensor.ndim != num_dims:
@@ -32,3 +43,9 @@ def output(op: str, out: torch.Tensor | None, shape: tuple[int, ...]) -> torch.T
         return torch.empty(shape, dtype=torch.float32)
     check_tensor(op, "out", out, torch.float32, shape)
     return out
+
+
+def output_rows(op: str, out: torch.Tensor | None, shape: tuple[int, ...]) -> tuple[torch.Tensor, int]:
+    """The same, but rows of `out` may be part of longer ones; also returns how far apart they begin."""
+    result = torch.empty(shape, dtype=torch.float32) if out is None else out
+    return result, check_rows(op, "out", result, shape)

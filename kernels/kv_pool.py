@@ -1,74 +1,53 @@
-"""The paged KV pool: where keys and values lie, in which precision, with which scales. The layout is explicit, never guessed from
-shapes."""
+"""The paged KV pool: where keys and values lie, in which precision, with which scales."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from kernels.errors import KernelError
+from kernels.kv_layout import E4M3_MAX, FP16_MAX, MAX_HEAD_DIM, STORED, KvDtype, KvLayout
+from kernels.seals import PageSeals
 
-KvDtype = Literal["bf16", "fp8"]
-E4M3_MAX = 448.0
-MAX_HEAD_DIM = 256
-
-
-@dataclass(frozen=True, slots=True)
-class KvLayout:
-    """Sizes of a pool. `dtype` is that of stored elements: bfloat16, or float8 e4m3 with a scale for each layer and head."""
-
-    num_layers: int
-    num_pages: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: KvDtype
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ("bf16", "fp8"):
-            raise KernelError(f"KvLayout: dtype must be bf16 or fp8, got {self.dtype!r}")
-        if not 8 <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 8:
-            raise KernelError(
-                f"KvLayout: head_dim must be a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {self.head_dim}"
-            )
-        if min(self.num_layers, self.num_pages, self.num_kv_heads, self.page_size) < 1:
-            raise KernelError("KvLayout: all sizes must be positive")
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of one stored element."""
-        return 2 if self.dtype == "bf16" else 1
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.element_bytes
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
-        return self.token_bytes * self.page_size
+__all__ = ["E4M3_MAX", "FP16_MAX", "MAX_HEAD_DIM", "AttentionRows", "KvDtype", "KvLayout", "KvPool"]
 
 
 @dataclass(frozen=True, slots=True)
 class KvPool:
-    """The pool's memory. fp8 codes are held as uint8; a stored element times its head's scale is the value."""
+    """The pool's memory. fp8 codes are held as uint8; a stored element times its head's scale is the value.
+
+    Within a page and head, keys lie by dimension and values by token: attention multiplies a query's element with many keys, and a key's
+    weight with many elements of its value, and reads neighbours either way.
+    """
 
     layout: KvLayout
-    k: torch.Tensor  # [num_layers, num_pages, num_kv_heads, page_size, head_dim]
-    v: torch.Tensor
+    k: torch.Tensor  # [num_layers, num_pages, num_kv_heads, head_dim, page_size]
+    v: torch.Tensor  # [num_layers, num_pages, num_kv_heads, page_size, head_dim]
     k_scale: torch.Tensor  # float32 [num_layers, num_kv_heads]
     v_scale: torch.Tensor
+    seals: PageSeals | None = None
 
     @classmethod
     def allocate(
-        cls, layout: KvLayout, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None
+        cls,
+        layout: KvLayout,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        seal_secret: bytes | None = None,
     ) -> "KvPool":
-        """A zeroed pool; scales default to 1. Raises KernelError for a scale that is not a positive finite number."""
-        shape = (layout.num_layers, layout.num_pages, layout.num_kv_heads, layout.page_size, layout.head_dim)
-        dtype = torch.bfloat16 if layout.dtype == "bf16" else torch.uint8
-        k, v = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-        return cls(layout, k, v, _scale(layout, "k_scale", k_scale), _scale(layout, "v_scale", v_scale))
+        """A zeroed pool; scales default to 1; pages are sealed if there is a secret for it.
+
+        Raises KernelError for a scale that is not a positive finite number.
+        """
+        shape, dtype = (layout.num_layers, layout.num_pages, layout.num_kv_heads), STORED[layout.dtype]
+        k = torch.zeros(*shape, layout.head_dim, layout.page_size, dtype=dtype)
+        v = torch.zeros(*shape, layout.page_size, layout.head_dim, dtype=dtype)
+        seals = None if seal_secret is None else PageSeals.allocate(seal_secret, layout)
+        return cls(layout, k, v, _scale(layout, "k_scale", k_scale), _scale(layout, "v_scale", v_scale), seals)
+
+    @property
+    def k_rows(self) -> torch.Tensor:
+        """The keys' memory seen by token, as the values lie: [num_layers, num_pages, num_kv_heads, page_size, head_dim]."""
+        return self.k.transpose(3, 4)
 
     @property
     def nbytes(self) -> int:

@@ -9,10 +9,10 @@ from kernels.int8_matmul import int8_matmul
 from kernels.weights import DenseWeight, Int4Weight, Weight
 
 
-def matmul(x: torch.Tensor, w: Weight, *, backend: Backend) -> torch.Tensor:
-    """x float32 [M, K] @ W.T -> float32 [M, N]."""
+def matmul(x: torch.Tensor, w: Weight, out: torch.Tensor | None = None, *, backend: Backend) -> torch.Tensor:
+    """x float32 [M, K] @ W.T -> float32 [M, N], in `out` if given: columns of a wider tensor will do."""
     if isinstance(w, Int4Weight):
-        return int4_matmul(x, w, backend=backend)
+        return int4_matmul(x, w, out, backend=backend)
     if isinstance(w, DenseWeight):
-        return dense_matmul(x, w, backend=backend)
-    return int8_matmul(x, w, backend=backend)
+        return dense_matmul(x, w, out, backend=backend)
+    return int8_matmul(x, w, out, backend=backend)

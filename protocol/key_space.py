@@ -36,6 +36,14 @@ class KeySpace:
         """An encoded ModelCard under the hex sha256 of its encoding, with a TTL that workers renew."""
         return f"{self.prefix}:{{{model}}}:card:{digest}"
 
+    def fault_orders(self, model: ModelName) -> str:
+        """List of orders to damage pages, for workers that allow it; with a TTL."""
+        return f"{self.prefix}:{{{model}}}:fault_orders"
+
+    def fault_report(self, model: ModelName, order_id: str) -> str:
+        """What became of an order, with a TTL."""
+        return f"{self.prefix}:{{{model}}}:fault:{order_id}"
+
     def replies(self, gateway_id: GatewayId) -> str:
         """Stream of replies to one gateway process. Workers never create it: if it is absent, that gateway is gone."""
         return f"{self.prefix}:replies:{gateway_id}"

@@ -31,7 +31,7 @@ class ModelCard:
     """A model as its workers serve it.
 
     `digest` names weights and quantization (hex sha256). `max_request_tokens` is the most prompt + output tokens that one request can
-    ever hold: the context length, or the KV pool's capacity if that is smaller.
+    ever hold: the context length, or the KV pool's capacity if that is smaller. A synthetic model is only played: its text means nothing.
     """
 
     name: ModelName
@@ -43,6 +43,7 @@ class ModelCard:
     created_s: int
     owned_by: str = "sluicegate"
     kv_dtype: str = "bf16"
+    is_synthetic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,9 @@ class WorkerStatus:
     preemptions: int = 0
     failed_requests: int = 0
     integrity_violations: int = 0
+    integrity: tuple[tuple[str, int], ...] = ()
+    integrity_mode: str = ""
     is_draining: bool = False
     pid: int = 0
-    batch_sizes: tuple[
-        int, ...
-    ] = ()  # steps by batch size: one count for each bound, and one for what is over the last
+    batch_sizes: tuple[int, ...] = ()  # steps by BATCH_SIZE_BOUNDS, and one count for what is over the last
     batched_sequences: int = 0

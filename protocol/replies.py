@@ -7,7 +7,7 @@ count and uses LAST_SEQUENCE, which follows any other.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from protocol.codec import decode_tagged, encode_tagged, pack, unpack_list
@@ -88,6 +88,8 @@ Reply = Started | PromptLogprobs | Delta | Done | Failed
 
 _TAGS: dict[type, int] = {Started: 1, PromptLogprobs: 2, Delta: 3, Done: 4, Failed: 5}
 _KINDS: dict[int, type] = {tag: kind for kind, tag in _TAGS.items()}
+_DELTA = _TAGS[Delta]
+_NEWER = [field.default for field in fields(Delta)[5:]]  # of fields after those that `_plain_delta` names
 
 # From the kind of the last reply (None: none yet) to the kinds that may come next.
 REPLY_ORDER: dict[type | None, frozenset[type]] = {
@@ -127,4 +129,19 @@ def _envelope(row: object) -> ReplyEnvelope:
     request_id, attempt, sequence, message = row
     if type(request_id) is not str or type(attempt) is not int or type(sequence) is not int:
         raise DecodeError("a reply's request, attempt or sequence has the wrong type")
-    return ReplyEnvelope(RequestId(request_id), attempt, sequence, decode_tagged(_KINDS, message))
+    reply = _plain_delta(message) or decode_tagged(_KINDS, message)
+    return ReplyEnvelope(RequestId(request_id), attempt, sequence, reply)
+
+
+def _plain_delta(message: object) -> Delta | None:
+    """The message that comes for each token, checked by hand; None for whatever has logprobs or is unusual in any other way."""
+    if type(message) is not list or len(message) < 6 or message[0] != _DELTA or type(message[0]) is not int:
+        return None
+    _, index, text, token_ids, logprobs, finish_reason, *newer = message
+    if type(index) is not int or type(text) is not str or type(token_ids) is not list:
+        return None
+    if logprobs != [] or finish_reason is not None or (newer and newer != _NEWER[: len(newer)]):
+        return None
+    if len(token_ids) != 1 or type(token_ids[0]) is not int:
+        return None
+    return Delta(index, text, tuple(token_ids))

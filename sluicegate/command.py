@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from protocol.faults import FAULT_KINDS
 from sluicegate import __version__
 from sluicegate.argument_types import seconds as _seconds
 from sluicegate.argument_types import whole as _whole
@@ -43,12 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _integrity(text: str) -> str:
-    if text in ("seal", "full"):
-        raise argparse.ArgumentTypeError(f"{text} is not in this version yet; use lease (default) or off")
-    if text not in ("off", "lease"):
-        raise argparse.ArgumentTypeError(f"expected off, lease, seal or full, got {text!r}")
-    return text
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected tokens a second, got {text!r}") from None
+    if not (value == 0 or 0.1 <= value <= 1e9):
+        raise argparse.ArgumentTypeError(f"must be 0 or 0.1 to 1e9 tokens a second, got {text}")
+    return value
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -95,6 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_models(commands)
     _add_chat(commands)
     _add_config(commands)
+    _add_faults(commands)
     _add_bench(commands)
     return parser
 
@@ -128,11 +132,15 @@ def _model(parser: argparse.ArgumentParser) -> None:
 
 
 def _engine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kv-dtype", choices=("bf16", "fp8"), default="bf16", help="precision of the KV cache")
+    parser.add_argument("--kv-dtype", choices=("bf16", "fp16", "fp8"), default="fp16", help="precision of the KV cache")
     parser.add_argument(
-        "--integrity", type=_integrity, metavar="{off,lease,seal,full}", default="lease",
-        help="how far the KV cache is checked; this version has off and lease",
+        "--integrity", choices=("off", "lease", "seal", "full"), default="seal",
+        help="how far the KV cache is checked: not; page tables, before each step; and prefixes, before their first use, and the pool, "
+        "in the background; and every page, in the pass that reads it",
     )  # fmt: skip
+    parser.add_argument(
+        "--allow-fault-injection", action="store_true", help="obey `sluicegate fault inject`: never for real requests"
+    )
     parser.add_argument(
         "--kv-tokens", type=_whole(64, 1 << 30), metavar="N", default=16384, help="tokens that the KV cache holds"
     )
@@ -141,6 +149,23 @@ def _engine(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-sequences", type=_whole(1, 256), metavar="N", default=32, help="sequences in a worker's batch"
+    )
+
+
+def _synthetic(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine", choices=("model", "synthetic"), default="model",
+        help="what answers: a model, or made-up text at set rates, for rehearsals",
+    )  # fmt: skip
+    group = parser.add_argument_group("with --engine synthetic")
+    group.add_argument(
+        "--prefill-rate", type=_rate, metavar="R", default=0.0, help="prompt tokens a second, 0 for no wait"
+    )
+    group.add_argument(
+        "--decode-rate", type=_rate, metavar="R", default=0.0, help="tokens a second of each stream, 0 for no wait"
+    )
+    group.add_argument(
+        "--context", type=_whole(2, 1 << 24), metavar="N", default=8192, help="longest prompt with its answer"
     )
 
 
@@ -174,6 +199,7 @@ def _add_stack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _model(parser)
     parser.add_argument("--workers", type=_whole(1, 64), metavar="N", default=1, help="worker processes")
     _engine(parser)
+    _synthetic(parser)
     _drain(parser)
     parser.add_argument("--detach", action="store_true", help="return when the stack is ready and leave it running")
     _data(_add(commands, "down", "stack:down", "stop the stack of a data folder, letting running answers finish"))
@@ -200,6 +226,7 @@ def _add_processes(commands: "argparse._SubParsersAction[argparse.ArgumentParser
         "--kernels", choices=("auto", "ref", "cpu", "gpu"), default="auto",
         help="implementation of the numerical kernels",
     )  # fmt: skip
+    _synthetic(parser)
     _drain(parser)
     _trace(parser)
 
@@ -265,6 +292,29 @@ def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     _config(parser)
 
 
+def _add_faults(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    group = commands.add_parser(
+        "fault", help="damage the KV cache on purpose", description="Damage on demand, to see that it's found."
+    )
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+    _add(actions, "list", "faults:list_faults", "name the kinds of damage")
+    more = "\n\nStrikes a page of a running request, in a worker that was started with --allow-fault-injection."
+    parser = _add(actions, "inject", "faults:inject_fault", "damage a page", more)
+    parser.add_argument("kind", choices=tuple(FAULT_KINDS), metavar="KIND", help="see `sluicegate fault list`")
+    parser.add_argument("--tenant", metavar="T", help="of a request of this tenant")
+    parser.add_argument(
+        "--layer", type=_whole(0, 1 << 16), metavar="N", help="which layer (default: one in the middle)"
+    )
+    parser.add_argument(
+        "--page", type=_whole(0, 1 << 20), metavar="N", default=0, help="which page of the request, from 0"
+    )
+    parser.add_argument("--model", help="the model's name, if several are served")
+    parser.add_argument(
+        "--wait", type=_seconds, metavar="S", default=10.0, help="how long to wait for a request to strike"
+    )
+    _redis(parser)
+
+
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     group = commands.add_parser("bench", help="measure on this machine", description="Measurements on this machine.")
     actions = group.add_subparsers(metavar="WHAT", required=True)
@@ -272,3 +322,13 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--requests", type=_whole(1, 1_000_000), metavar="N", default=2000, help="requests of each kind"
     )
+    more = "\n\nStarts synthetic workers of its own in a temporary folder; compare numbers of one run only."
+    parser = _add(actions, "queue", "bench:queue", "what gateway and queue cost, beside bare aiohttp", more)
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=("latency", "streams", "fairness", "scale"),
+        help="only this part (repeatable)",
+    )
+    parser.add_argument("--seconds", type=_seconds, metavar="S", default=6.0, help="how long each number is measured")
+    parser.add_argument("--out", metavar="DIR", default="bench/results", help="where the numbers and the picture go")

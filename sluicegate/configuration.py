@@ -49,6 +49,7 @@ ENVIRONMENT = (
     Variable("SLUICEGATE_MASTER_KEY", "the secret from which all others are derived, hexadecimal",
              "made in the data folder", is_secret=True),
     Variable("SLUICEGATE_ADMIN_KEY", "the operator's key", "made in the data folder", is_secret=True),
+    Variable("SLUICEGATE_REDIS_PASSWORD", "only for docker-compose.yml", "none", is_secret=True),
     Variable("SLUICEGATE_API_KEY", "key of `sluicegate chat`", "the stack's demo key", is_secret=True),
 )  # fmt: skip
 

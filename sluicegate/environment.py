@@ -34,6 +34,8 @@ def redis_url(given: str | None, data: Path) -> str:
     """--redis-url, SLUICEGATE_REDIS_URL, that of the stack in the data folder, or Redis' usual place; raises CommandError."""
     from redis.connection import parse_url
 
+    from protocol.redis_url import cluster_node_url
+
     sources = (
         ("--redis-url", given),
         ("SLUICEGATE_REDIS_URL", os.environ.get("SLUICEGATE_REDIS_URL")),
@@ -42,8 +44,10 @@ def redis_url(given: str | None, data: Path) -> str:
     )
     source, url = next((source, url) for source, url in sources if url)
     try:
-        parse_url(url)  # type: ignore[no-untyped-call]
+        parse_url(cluster_node_url(url) or url)  # type: ignore[no-untyped-call]
     except (ValueError, TypeError, AttributeError):
         # The URL isn't shown: it may hold a password.
-        raise CommandError(f"{source}: expected redis://[:PASSWORD@]HOST:PORT/DB, rediss://... or unix://...") from None
+        raise CommandError(
+            f"{source}: expected redis://[:PASSWORD@]HOST:PORT/DB, rediss://..., unix://... or redis-cluster://HOST:PORT"
+        ) from None
     return str(url)

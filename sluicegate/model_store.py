@@ -23,6 +23,7 @@ from sluicegate.environment import home
 from sluicegate.errors import CommandError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+SYNTHETIC_MODEL = "synthetic"  # what `--engine synthetic` serves unless it is given a name
 _CHUNK_BYTES = 1 << 20
 
 

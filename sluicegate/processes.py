@@ -7,7 +7,7 @@ from sluicegate.environment import data_folder, redis_url
 from sluicegate.errors import CommandError
 from sluicegate.gateway_flags import limits
 from sluicegate.logs import configure
-from sluicegate.model_store import resolve
+from sluicegate.model_store import SYNTHETIC_MODEL, resolve
 from sluicegate.secrets import admin_key, derived_keys
 from sluicegate.tracing import tracing
 
@@ -48,12 +48,14 @@ def worker(arguments: Namespace) -> None:
     from worker.errors import WorkerError
     from worker.model.errors import ModelError
     from worker.process import run
-    from worker.settings import WorkerSettings
+    from worker.settings import SyntheticSettings, WorkerSettings
 
     data = data_folder(arguments.data)
-    name, path = resolve(arguments.model, data)
+    is_synthetic = arguments.engine == "synthetic"
+    name, path = (SYNTHETIC_MODEL, None) if is_synthetic else resolve(arguments.model, data)
     keys = derived_keys(data)
     try:
+        synthetic = SyntheticSettings(arguments.prefill_rate, arguments.decode_rate, arguments.context)
         settings = WorkerSettings(
             redis_url=redis_url(arguments.redis_url, data),
             model_path=path,
@@ -63,11 +65,13 @@ def worker(arguments: Namespace) -> None:
             kernels=arguments.kernels,
             kv_dtype=arguments.kv_dtype,
             integrity=arguments.integrity,
+            allow_fault_injection=arguments.allow_fault_injection,
             kv_tokens=arguments.kv_tokens,
             page_size=arguments.page_size,
             max_sequences=arguments.max_sequences,
             step_tokens=arguments.step_tokens,
             drain_grace_s=arguments.drain_grace,
+            synthetic=synthetic if is_synthetic else None,
         )
         with tracing("worker", arguments.trace_endpoint) as tracer:
             asyncio.run(run(settings, tracer))

@@ -18,7 +18,7 @@ from typing import Any
 from sluicegate.child import start_time
 from sluicegate.environment import STACK_FILE, data_folder, read_stack
 from sluicegate.errors import CommandError
-from sluicegate.model_store import resolve
+from sluicegate.model_store import SYNTHETIC_MODEL, resolve
 from sluicegate.stack_settings import StackSettings
 
 DETACH_TIMEOUT_S = 180.0
@@ -35,15 +35,18 @@ def up(arguments: Namespace) -> None:
     _check_port(arguments.host, arguments.port)
     if is_running(data):
         raise CommandError(f"a stack is already running in {data}; stop it with: sluicegate down --data {data}")
-    name, model = resolve(arguments.model, data)
+    is_synthetic = arguments.engine == "synthetic"
+    name, model = (SYNTHETIC_MODEL, None) if is_synthetic else resolve(arguments.model, data)
     if arguments.detach:
         _detach(data)
         return
     settings = StackSettings(
         data=data, host=arguments.host, port=arguments.port, model_name=arguments.name or name, model=model,
         workers=arguments.workers, kv_dtype=arguments.kv_dtype, integrity=arguments.integrity,
+        allow_fault_injection=arguments.allow_fault_injection,
         kv_tokens=arguments.kv_tokens, page_size=arguments.page_size, max_sequences=arguments.max_sequences,
-        drain_grace_s=arguments.drain_grace,
+        drain_grace_s=arguments.drain_grace, prefill_rate=arguments.prefill_rate, decode_rate=arguments.decode_rate,
+        context=arguments.context,
     )  # fmt: skip
     with _exclusive(data):
         asyncio.run(_foreground(settings))

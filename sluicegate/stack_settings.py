@@ -6,27 +6,39 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class StackSettings:
-    """A local stack. `model` is a path, `model_name` the name that clients use."""
+    """A local stack. `model` is a path, or None for the synthetic engine; `model_name` is the name that clients use."""
 
     data: Path
     host: str
     port: int
     model_name: str
-    model: Path
+    model: Path | None
     workers: int
     kv_dtype: str
     integrity: str
+    allow_fault_injection: bool
     kv_tokens: int
     page_size: int
     max_sequences: int
     drain_grace_s: float
+    prefill_rate: float = 0.0
+    decode_rate: float = 0.0
+    context: int = 8192
 
     def worker_flags(self) -> list[str]:
         """The flags of its workers."""
         return [
-            "--model", str(self.model), "--name", self.model_name, "--kv-dtype", self.kv_dtype,
+            *self._engine_flags(), *(["--allow-fault-injection"] if self.allow_fault_injection else []), "--name", self.model_name, "--kv-dtype", self.kv_dtype,
             "--integrity", self.integrity, "--kv-tokens", str(self.kv_tokens), "--page-size", str(self.page_size),
             "--max-sequences", str(self.max_sequences), "--drain-grace", str(self.drain_grace_s),
+        ]  # fmt: skip
+
+    def _engine_flags(self) -> list[str]:
+        if self.model is not None:
+            return ["--model", str(self.model)]
+        return [
+            "--engine", "synthetic", "--prefill-rate", str(self.prefill_rate), "--decode-rate", str(self.decode_rate),
+            "--context", str(self.context),
         ]  # fmt: skip
 
     def gateway_flags(self, port: int) -> list[str]:

@@ -4,14 +4,16 @@ import asyncio
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timezone
+from typing import Any
 
-from redis.asyncio import Redis
+from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import RedisError
 
 from gateway.tenant_store import TenantStore, TenantStoreError
 from protocol.errors import ProtocolError
 from protocol.ids import TenantId, parse_tenant_id
 from protocol.key_space import KeySpace
+from protocol.redis_url import cluster_node_url
 from sluicegate.environment import data_folder, redis_url
 from sluicegate.errors import CommandError
 from sluicegate.secrets import derived_keys
@@ -25,7 +27,9 @@ def _with_store(arguments: Namespace, work: Callable[[TenantStore], Awaitable[No
     pepper = derived_keys(data).key_pepper
 
     async def connected() -> None:
-        client = Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+        node_url = cluster_node_url(url)
+        kind: Any = Redis if node_url is None else RedisCluster
+        client = kind.from_url(node_url or url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
         try:
             await work(TenantStore(client, KeySpace(), pepper))
         finally:

@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from worker.cache.page_pool import PagePool
+from worker.executor import prompt_logit_positions
 from worker.model.step import StepInput
 from worker.scheduler import Chunk
 
@@ -73,14 +74,3 @@ def _logit_rows(chunks: ListLike[Chunk], first_rows: npt.NDArray[np.int64]) -> t
         if chunk.is_last:
             rows.append(int(first) + chunk.count - 1)
     return rows, prompt_rows
-
-
-def prompt_logit_positions(chunk: Chunk) -> range:
-    """Positions of the chunk whose logits give a prompt token's logprob that's asked for and not known yet."""
-    sequence = chunk.sequence
-    request = sequence.request
-    if request.job.prompt_logprobs is None or sequence.index > 0:
-        return range(0)
-    # Entry i of the prompt comes from the logits at position i - 1; entry 0 is None.
-    first = max(chunk.start, len(request.prompt_entries) - 1)
-    return range(first, max(first, min(chunk.start + chunk.count, sequence.num_prompt - 1)))

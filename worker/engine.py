@@ -5,12 +5,11 @@ A request ends in exactly one terminal reply, whatever happens to it: all ways o
 
 from bisect import bisect_left
 from collections.abc import Callable
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
 import structlog
-import torch
 
-from kernels.kv_pool import KvPool
 from protocol.ids import RequestId, WorkerId
 from protocol.job import Job
 from protocol.model_card import BATCH_SIZE_BOUNDS
@@ -25,12 +24,13 @@ from protocol.replies import (
     Started,
     TokenLogprob,
 )
-from worker.batch import Batch, build_batch, prompt_logit_positions
 from worker.cache.namespace import NamespaceRing
 from worker.cache.page_cache import PageCache
-from worker.model.llama import LlamaModel
+from worker.executor import ChunkResult, Executor, StepBatch, prompt_logit_positions
+from worker.integrity import Integrity
 from worker.outgoing import Outgoing
-from worker.sampling import NotFinite, Sampled, SamplerRow, prompt_logprobs, sample
+from worker.sampling import NotFinite, Sampled, SamplerRow
+from worker.sampling.logprobs import Top
 from worker.scheduler import Chunk, Scheduler
 from worker.sequence import Request, Sequence, State
 from worker.text import TextStream
@@ -39,14 +39,15 @@ _log = structlog.get_logger(__name__)
 
 CANCEL_MEMORY_S = 120.0
 MAX_REMEMBERED_CANCELS = 10_000
+SCRUBBED_PER_STEP = 1
+SCRUBBED_WHEN_IDLE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """What an engine is composed of. `now` returns seconds of a clock that only moves forward, `now_ms` Unix milliseconds."""
 
-    model: LlamaModel
-    kv: KvPool
+    executor: Executor
     namespaces: NamespaceRing
     token_bytes: tuple[bytes, ...]
     eos_token_ids: frozenset[int]
@@ -66,7 +67,6 @@ class EngineTotals:
     generated_tokens: int = 0
     steps: int = 0
     failed_requests: int = 0
-    integrity_violations: int = 0
     batch_sizes: list[int] = field(default_factory=lambda: [0] * (len(BATCH_SIZE_BOUNDS) + 1))
     batched_sequences: int = 0
 
@@ -81,14 +81,24 @@ class Engine:
     """Owns the scheduler, the page cache and all requests of a worker. Not thread-safe: one thread calls it."""
 
     def __init__(self, parts: EngineParts, max_sequences: int, step_tokens: int) -> None:
-        layout = parts.kv.layout
-        self.cache = PageCache(layout.num_pages, layout.page_size)
+        self.cache = PageCache(parts.executor.num_pages, parts.executor.page_size)
         self.scheduler = Scheduler(self.cache, max_sequences, step_tokens)
         self.totals = EngineTotals()
+        self.integrity = Integrity(self.cache, self.scheduler, parts.executor, self._fail_violated)
         self._parts = parts
         self._requests: dict[RequestId, Request] = {}
         self._cancelled: dict[RequestId, float] = {}
         self._outbox: list[Outgoing] = []
+
+    @property
+    def executor(self) -> Executor:
+        """What computes its steps."""
+        return self._parts.executor
+
+    @property
+    def namespaces(self) -> NamespaceRing:
+        """Where its namespaces come from."""
+        return self._parts.namespaces
 
     @property
     def has_work(self) -> bool:
@@ -129,13 +139,14 @@ class Engine:
     def step(self) -> list[Outgoing]:
         """Schedule, execute, sample, commit; returns the replies that this and the calls before it caused."""
         self._expire()
+        self.integrity.begin_step()
         chunks = self.scheduler.plan()
         if chunks:
-            batch = self._without_stale_pages(build_batch(chunks, self.cache.page_size))
-            if batch is not None and (logits := self._execute(batch)) is not None:
-                self._commit(batch, logits)
+            batch = self._without_stale_pages(self._parts.executor.build(chunks))
+            if batch is not None and (results := self._execute(batch)) is not None:
+                self._commit(batch, results)
             self.totals.count_step(len(chunks))
-        self._scrub()
+        self.integrity.scrub(SCRUBBED_PER_STEP)
         return self.take_replies()
 
     def take_replies(self) -> list[Outgoing]:
@@ -181,7 +192,7 @@ class Engine:
 
     # -- step --------------------------------------------------------------------------------------------------------
 
-    def _without_stale_pages(self, batch: Batch) -> Batch | None:
+    def _without_stale_pages(self, batch: StepBatch) -> StepBatch | None:
         """The batch, less the sequences whose pages aren't theirs any more: those start over, once."""
         if not self._parts.checks_leases:
             return batch
@@ -189,59 +200,40 @@ class Engine:
         if not stale:
             return batch
         for chunk in stale:
-            self._heal(chunk.sequence, kind="lease")
+            self.integrity.lease_violation(chunk.sequence)
         sound = [c for c in batch.chunks if c.sequence.state is State.RUNNING]
-        return build_batch(sound, self.cache.page_size) if sound else None
+        return self._parts.executor.build(sound) if sound else None
 
-    def _heal(self, sequence: Sequence, kind: str) -> None:
-        """Drop a violated sequence's pages and compute them anew; a second violation ends its request."""
-        request = sequence.request
-        request.violations += 1
-        self.totals.integrity_violations += 1
-        _log.error(
-            "kv_integrity_violation", request_id=request.job.request_id, tenant=sequence.tenant, kind=kind,
-            times=request.violations,
-        )  # fmt: skip
-        tags = self.cache.pool.tags
-        self.cache.quarantine([lease for lease in sequence.table.leases if int(tags[lease.page]) != lease.tag])
-        if request.violations > 1:
-            self._fail(request, "kv_integrity_error", "the request's KV cache failed its integrity check twice")
-        else:
-            self.scheduler.preempt(sequence)
-
-    def _execute(self, batch: Batch) -> torch.Tensor | None:
+    def _execute(self, batch: StepBatch) -> list[ChunkResult] | None:
         """The forward pass. An error in it is the batch's, not the worker's: its requests end, the others go on."""
         try:
-            return self._parts.model.forward(batch.step, self._parts.kv)
+            return self._parts.executor.run(batch, self.cache.pool)
         except Exception as error:
             _log.exception("forward_failed", error=type(error).__name__, num_sequences=len(batch.chunks))
             for chunk in batch.chunks:
                 self._fail_unsound(chunk.sequence.request)
             return None
 
-    def _commit(self, batch: Batch, logits: torch.Tensor) -> None:
-        """Sample all due rows, then let each sequence take its result."""
-        prompt_part, sample_part = _split_rows(batch)
-        due = [chunk for chunk in batch.chunks if chunk.is_last]
-        results = sample(logits[sample_part], [chunk.sequence.sampler for chunk in due])
-        sampled = dict(zip(map(id, due), results, strict=True))
-        for chunk, rows in zip(batch.chunks, prompt_part, strict=True):
+    def _commit(self, batch: StepBatch, results: list[ChunkResult]) -> None:
+        """Let each sequence take its result."""
+        for chunk, result in zip(batch.chunks, results, strict=True):
             if chunk.sequence.state is not State.RUNNING:
                 continue  # its request failed with a sample that came earlier in this loop
+            if result.violation is not None:
+                self.integrity.read_violation(chunk.sequence, result.violation.place, result.violation.layer)
+                continue
             self.scheduler.commit(chunk)
-            if rows:
-                self._note_prompt_logprobs(chunk, logits[rows])
-            if chunk.is_last:
-                self._advance(chunk.sequence, sampled[id(chunk)])
+            if result.prompt:
+                self._note_prompt_logprobs(chunk, result.prompt)
+            if result.sampled is not None:
+                self._advance(chunk.sequence, result.sampled)
 
-    def _note_prompt_logprobs(self, chunk: Chunk, logits: torch.Tensor) -> None:
+    def _note_prompt_logprobs(self, chunk: Chunk, found: ListLike[tuple[float, Top]]) -> None:
         request = chunk.sequence.request
-        num_top = request.job.prompt_logprobs
-        assert num_top is not None
+        following = [chunk.sequence.tokens[position + 1] for position in prompt_logit_positions(chunk)]
         if not request.prompt_entries:
             request.prompt_entries.append(None)
-        following = [chunk.sequence.tokens[position + 1] for position in prompt_logit_positions(chunk)]
-        for token_id, (logprob, top) in zip(following, prompt_logprobs(logits, following, num_top), strict=True):
+        for token_id, (logprob, top) in zip(following, found, strict=True):
             request.prompt_entries.append(self._entry(token_id, logprob, top))
 
     def _advance(self, sequence: Sequence, result: Sampled | NotFinite) -> None:
@@ -285,12 +277,9 @@ class Engine:
             tokens = tuple(self._parts.token_bytes[token] for token in request.job.prompt_token_ids)
             self._reply(request, PromptLogprobs(tokens, tuple(request.prompt_entries or [None])))
 
-    def _scrub(self) -> None:
-        """Zero quarantined pages that nobody holds any more, then let them be used again."""
-        for page in self.cache.pool.quarantined():
-            if not self.cache.pool.is_held(page):
-                self._parts.kv.scrub(page)
-                self.cache.pool.restore(page)
+    def scrub(self) -> None:
+        """While there is no work: walk on through the pool."""
+        self.integrity.scrub(SCRUBBED_WHEN_IDLE)
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
@@ -315,6 +304,9 @@ class Engine:
         for sequence in request.sequences:
             self.cache.quarantine(sequence.table.leases)
         self._fail(request, "internal_error", "the model produced no usable output for this request")
+
+    def _fail_violated(self, sequence: Sequence) -> None:
+        self._fail(sequence.request, "kv_integrity_error", "the request's KV cache failed its integrity check twice")
 
     def _fail(self, request: Request, code: FailureCode, message: str) -> None:
         """End a request with an error. Harmless if it has ended: two samples of one request may fail in one step."""
@@ -342,17 +334,3 @@ class Engine:
         self.scheduler.check_invariants()
         live = {id(s) for r in self._requests.values() for s in r.sequences if s.state is State.RUNNING}
         assert live == {id(sequence) for sequence in self.scheduler.running}
-
-
-def _split_rows(batch: Batch) -> tuple[list[list[int]], list[int]]:
-    """Logit row numbers: per chunk those of its prompt logprobs, and over all chunks those that are sampled."""
-    prompt_part: list[list[int]] = []
-    sample_part: list[int] = []
-    row = 0
-    for chunk, count in zip(batch.chunks, batch.prompt_rows, strict=True):
-        prompt_part.append(list(range(row, row + count)))
-        row += count
-        if chunk.is_last:
-            sample_part.append(row)
-            row += 1
-    return prompt_part, sample_part

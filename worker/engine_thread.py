@@ -8,7 +8,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import structlog
 
@@ -18,10 +20,13 @@ from worker.engine import Engine
 from worker.outgoing import Outgoing
 from worker.spans import JobSpans
 
+Result = TypeVar("Result")
+
 _log = structlog.get_logger(__name__)
 
 MAX_COMMANDS = 10_000
 MAX_UNPUBLISHED_STEPS = 64
+IDLE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,7 @@ class Gauges:
     integrity_violations: int
     batch_sizes: tuple[int, ...]
     batched_sequences: int
+    integrity: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +66,17 @@ class _FailAll:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    work: Callable[[Engine], Any]
+    done: Future[Any]
+
+
 class _Stop:
     """Leave the thread after the commands before this one."""
 
 
-_Command = _Submit | _Cancel | _FailAll | _Stop
+_Command = _Submit | _Cancel | _FailAll | _Call | _Stop
 
 
 class EngineThread:
@@ -99,6 +111,12 @@ class EngineThread:
         """End every request because the worker stops."""
         self._commands.put_nowait(_FailAll(message))
 
+    def call(self, work: Callable[[Engine], Result]) -> Future[Result]:
+        """Do something to the engine between two of its steps."""
+        done: Future[Result] = Future()
+        self._commands.put_nowait(_Call(work, done))
+        return done
+
     def published(self) -> None:
         """One delivered step has left the process."""
         self._unpublished.release()
@@ -130,19 +148,32 @@ class EngineThread:
         """Carry out all waiting commands, or the next one if there is no other work; False to stop."""
         while True:
             try:
-                command = self._commands.get(block=wait)
+                command = self._commands.get(block=wait, timeout=IDLE_S)
             except queue.Empty:
-                return True
+                if not wait:
+                    return True
+                self._rest()
+                continue
             wait = False
             if isinstance(command, _Stop):
                 return False
             self._carry_out(command)
 
-    def _carry_out(self, command: _Submit | _Cancel | _FailAll) -> None:
+    def _rest(self) -> None:
+        """Idle: look after the pool, and tell what was found."""
+        self._engine.scrub()
+        self.gauges = self._read_gauges()
+
+    def _carry_out(self, command: _Submit | _Cancel | _FailAll | _Call) -> None:
         if isinstance(command, _Submit):
             self._engine.submit(command.job, command.entry_id)
         elif isinstance(command, _Cancel):
             self._engine.cancel(command.request_id)
+        elif isinstance(command, _Call):
+            try:
+                command.done.set_result(command.work(self._engine))
+            except Exception as error:  # the caller's, not the engine's
+                command.done.set_exception(error)
         else:
             self._engine.fail_all("shutting_down", command.message)
 
@@ -161,7 +192,8 @@ class EngineThread:
             engine_steps=totals.steps,
             preemptions=scheduler.num_preemptions,
             failed_requests=totals.failed_requests,
-            integrity_violations=totals.integrity_violations,
+            integrity_violations=engine.integrity.totals.num_violations,
+            integrity=engine.integrity.totals.snapshot(),
             batch_sizes=tuple(totals.batch_sizes),
             batched_sequences=totals.batched_sequences,
         )

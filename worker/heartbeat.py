@@ -90,6 +90,8 @@ class Heartbeat:
             integrity_violations=gauges.integrity_violations,
             batch_sizes=gauges.batch_sizes,
             batched_sequences=gauges.batched_sequences,
+            integrity=gauges.integrity,
+            integrity_mode=self._settings.integrity,
             is_draining=self._is_draining(),
             pid=os.getpid(),
         )

@@ -1,4 +1,4 @@
-"""One worker, composed: model, engine thread, and the tasks that join it to Redis.
+"""One worker, composed: engine thread, and the tasks that join it to Redis.
 
 Life: load the model, join the group, beat, consume. On SIGTERM or SIGINT: take no more jobs, finish those it has within the grace
 time, end the rest with an error, leave. A second signal ends the grace time.
@@ -8,23 +8,18 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
 
-from kernels.backend import describe, resolve
-from kernels.kv_pool import KvPool
 from protocol.ids import ModelName
-from protocol.model_card import ModelCard
-from worker.cache.namespace import NamespaceRing
 from worker.consumer import NETWORK_ERRORS, Consumer, InFlight, watch_cancels
-from worker.engine import Engine, EngineParts
 from worker.engine_thread import EngineThread
+from worker.fault_control import FaultControl
 from worker.heartbeat import Heartbeat
-from worker.model.load import LoadedModel, load_model
-from worker.model.token_bytes import token_bytes
 from worker.outgoing import Outgoing
+from worker.prepared import Prepared
 from worker.publisher import Publisher
 from worker.reaper import Reaper
 from worker.redis_link import RedisLink, open_redis
@@ -44,23 +39,24 @@ async def run(settings: WorkerSettings, tracer: Any | None = None) -> None:
     """Serve until SIGTERM or SIGINT. Raises WorkerError, ModelError or KernelError if it cannot start."""
     stopping = _Signals()
     sys.setswitchinterval(THREAD_SWITCH_S)
-    backend = resolve(settings.kernels)
+    prepare = _preparation(settings)
     async with open_redis(settings.redis_url, settings.key_prefix) as link:
         started = time.monotonic()
-        loaded = await asyncio.to_thread(load_model, settings.model_path, backend)
+        prepared = await asyncio.to_thread(prepare)
         if stopping.is_set():
             return
-        kv = _kv_pool(loaded, settings)
-        _log.info(
-            "model_loaded",
-            model=settings.model_name,
-            seconds=round(time.monotonic() - started, 2),
-            kv_dtype=settings.kv_dtype,
-            kv_bytes=kv.nbytes,
-            integrity=settings.integrity,
-            **describe(backend),
-        )
-        await _Worker(link, settings, loaded, kv, JobSpans(tracer)).serve(stopping)
+        seconds = round(time.monotonic() - started, 2)
+        _log.info("model_loaded", model=settings.model_name, seconds=seconds, **prepared.facts)
+        await _Worker(link, settings, prepared, JobSpans(tracer)).serve(stopping)
+
+
+def _preparation(settings: WorkerSettings) -> Callable[[], Prepared]:
+    """Imported as it's needed: a worker without a model loads no torch."""
+    if settings.synthetic is not None:
+        from worker.synthetic.engine import preparation
+    else:
+        from worker.model_engine import preparation
+    return preparation(settings)
 
 
 class _Signals:
@@ -92,15 +88,12 @@ class _Signals:
 class _Worker:
     """The running parts."""
 
-    def __init__(
-        self, link: RedisLink, settings: WorkerSettings, loaded: LoadedModel, kv: KvPool, spans: JobSpans
-    ) -> None:
+    def __init__(self, link: RedisLink, settings: WorkerSettings, prepared: Prepared, spans: JobSpans) -> None:
         self._settings = settings
         self._in_flight = InFlight(settings.max_sequences)
         self._is_draining = False
-        card = model_card(loaded, settings)
-        engine = _engine(loaded, kv, settings, card.max_request_tokens)
-        self._engine = EngineThread(engine, self._deliver, spans)
+        card = prepared.card
+        self._engine = EngineThread(prepared.engine, self._deliver, spans)
         self._publisher = Publisher(link, card.name, self._on_sent, self._engine.cancel)
         self._consumer = Consumer(
             link, card.name, settings.worker_id, settings.job_signing_key, self._engine, self._in_flight
@@ -128,6 +121,9 @@ class _Worker:
                     ("reaper", self._reaper.run()),
                 )
             ]
+            if self._settings.allow_fault_injection:
+                control = FaultControl(self._link, self._model, self._settings.worker_id, self._engine)
+                others.append(tasks.create_task(control.run(), name="faults"))
             await stopping.wait()
             self._is_draining = True
             await _cancel([consuming])
@@ -180,40 +176,3 @@ async def _first_of(*waits: Coroutine[Any, Any, None], timeout_s: float) -> None
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _kv_pool(loaded: LoadedModel, settings: WorkerSettings) -> KvPool:
-    layout = loaded.kv_layout(settings.num_pages, settings.page_size, settings.kv_dtype)
-    return KvPool.allocate(layout)
-
-
-def model_card(loaded: LoadedModel, settings: WorkerSettings) -> ModelCard:
-    """What gateways are told of the model."""
-    config = loaded.config
-    return ModelCard(
-        name=settings.model_name,
-        digest=loaded.digest,
-        architecture=config.architecture,
-        context_length=config.context_length,
-        max_request_tokens=min(config.context_length, settings.num_pages * settings.page_size),
-        tokenizer=loaded.tokenizer,
-        created_s=int(settings.model_path.stat().st_mtime),
-        kv_dtype=settings.kv_dtype,
-    )
-
-
-def _engine(loaded: LoadedModel, kv: KvPool, settings: WorkerSettings, max_request_tokens: int) -> Engine:
-    kv_format = f"{settings.kv_dtype}/page{settings.page_size}/scales-1.0/v1"
-    parts = EngineParts(
-        model=loaded.model,
-        kv=kv,
-        namespaces=NamespaceRing(settings.namespace_secret, loaded.digest, kv_format),
-        token_bytes=tuple(token_bytes(loaded.tokenizer)),
-        eos_token_ids=frozenset(loaded.tokenizer.eos_token_ids),
-        max_request_tokens=max_request_tokens,
-        worker_id=settings.worker_id,
-        checks_leases=settings.integrity != "off",
-        now=time.monotonic,
-        now_ms=lambda: time.time_ns() // 1_000_000,
-    )
-    return Engine(parts, settings.max_sequences, settings.step_tokens)

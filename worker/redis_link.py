@@ -5,12 +5,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from redis.asyncio import Redis
+from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from protocol.key_space import KeySpace
+from protocol.redis_url import cluster_node_url
 from worker.errors import RedisSetupError
 
 COMMAND_TIMEOUT_S = 5.0
@@ -31,20 +32,24 @@ class RedisLink:
 @asynccontextmanager
 async def open_redis(url: str, key_prefix: str) -> AsyncIterator[RedisLink]:
     """Connect, check that this Redis keeps what it's given, and close at the end. Raises RedisSetupError."""
-    # Our own loops retry, and know which commands may be sent twice.
-    never = Retry(NoBackoff(), 0)
-    commands = Redis.from_url(
-        url, socket_timeout=COMMAND_TIMEOUT_S, socket_connect_timeout=COMMAND_TIMEOUT_S, retry=never
-    )
-    blocking = Redis.from_url(
-        url, socket_timeout=BLOCKING_TIMEOUT_S, socket_connect_timeout=COMMAND_TIMEOUT_S, retry=never
-    )
+    commands = _client(url, COMMAND_TIMEOUT_S)
+    blocking = _client(url, BLOCKING_TIMEOUT_S)
     try:
         await _check(commands)
         yield RedisLink(commands, blocking, KeySpace(key_prefix))
     finally:
         await commands.aclose()
         await blocking.aclose()
+
+
+def _client(url: str, timeout_s: float) -> Any:
+    node_url = cluster_node_url(url)
+    kind: Any = Redis if node_url is None else RedisCluster
+    # Our own loops retry, and know which commands may be sent twice.
+    never = Retry(NoBackoff(), 0)
+    return kind.from_url(
+        node_url or url, socket_timeout=timeout_s, socket_connect_timeout=COMMAND_TIMEOUT_S, retry=never
+    )
 
 
 async def _check(client: Any) -> None:

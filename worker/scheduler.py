@@ -5,6 +5,7 @@ admissions. A sequence that needs a page when none is left makes the most recent
 earliest admitted is never the victim while another runs, so somebody always gets to the end.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from worker.cache.page_cache import Lease, PageCache
@@ -12,6 +13,9 @@ from worker.fairness import FairQueue
 from worker.sequence import Sequence, State
 
 MIN_CHUNK_TOKENS = 16
+
+# How many of the pages that were found for a sequence's prefix are sound, given their leases and digests.
+Inspect = Callable[[Sequence, list[Lease], list[bytes]], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,7 @@ class Scheduler:
         self.queue = FairQueue()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.inspect: Inspect | None = None
         self._max_sequences = max_sequences
         self._step_tokens = step_tokens
         self._num_admitted = 0
@@ -66,14 +71,12 @@ class Scheduler:
         """Make the sequence's whole pages findable. Call only after its logits were seen to be sound."""
         if not sequence.request.may_share:
             return
-        size, namespace = self.cache.page_size, sequence.request.namespace
+        size = self.cache.page_size
         while (sequence.num_published + 1) * size <= sequence.num_computed:
             depth = sequence.num_published
             tokens = sequence.tokens[depth * size : (depth + 1) * size]
-            parent = sequence.digests[depth - 1] if depth else namespace.root
-            digest = namespace.chain(parent, tokens)
+            parent, digest = sequence.digest(depth - 1, size), sequence.digest(depth, size)
             self.cache.publish(parent, digest, sequence.table.leases[depth], tokens, depth)
-            sequence.digests.append(digest)
             sequence.num_published += 1
 
     def finish(self, sequence: Sequence) -> None:
@@ -117,7 +120,9 @@ class Scheduler:
             sequence.request.cached_tokens = len(leases) * self.cache.page_size
         sequence.admitted_at = self._num_admitted
         sequence.blocked_below = 0
-        sequence.table.extend(leases)
+        namespace = sequence.request.namespace
+        keys = (namespace.page_key(d, lease.tag, is_whole=True) for d, lease in zip(digests, leases, strict=True))
+        sequence.table.adopt(leases, keys)
         sequence.digests = digests
         sequence.num_published = len(leases)
         sequence.num_computed = len(leases) * self.cache.page_size
@@ -128,7 +133,11 @@ class Scheduler:
     def _match(self, sequence: Sequence) -> tuple[list[Lease], list[bytes]]:
         if not sequence.request.may_share:
             return [], []
-        return self.cache.match(sequence.request.namespace, sequence.tokens)
+        leases, digests = self.cache.match(sequence.request.namespace, sequence.tokens)
+        num_sound = len(leases) if self.inspect is None else self.inspect(sequence, leases, digests)
+        if num_sound < len(leases):
+            self.cache.release(reversed(leases[num_sound:]))
+        return leases[:num_sound], digests[:num_sound]
 
     def _shares(self, prefills: list[Sequence], budget: int) -> dict[int, int]:
         """Split the budget equally, what the short ones don't need going to the longer ones."""

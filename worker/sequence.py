@@ -36,6 +36,7 @@ class Request:
     num_replies: int = 0
     cached_tokens: int = 0
     violations: int = 0
+    violated_in_step: int = -1
     prompt_entries: list[TokenLogprob | None] = field(default_factory=list)
     is_prompt_reported: bool = False
 
@@ -98,6 +99,15 @@ class Sequence:
     def num_remaining(self) -> int:
         """Tokens whose KV is still to be computed; the last of them gives the next token's logits."""
         return len(self.tokens) - self.num_computed
+
+    def digest(self, place: int, page_size: int) -> bytes:
+        """The digest of the prefix that ends with page `place`, all of whose tokens must be known; -1 stands for the empty prefix."""
+        namespace = self.request.namespace
+        while len(self.digests) <= place:
+            depth = len(self.digests)
+            parent = self.digests[-1] if depth else namespace.root
+            self.digests.append(namespace.chain(parent, self.tokens[depth * page_size : (depth + 1) * page_size]))
+        return self.digests[place] if place >= 0 else namespace.root
 
     def may_start(self) -> bool:
         """Samples after the first wait until the first has published the prompt's pages, so that the prompt is computed once."""

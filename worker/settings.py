@@ -7,27 +7,50 @@ from typing import Literal
 from protocol.ids import ModelName, WorkerId, new_process_id
 from worker.errors import SettingsError
 
-KvDtype = Literal["bf16", "fp8"]
-IntegrityMode = Literal["off", "lease"]
+KvDtype = Literal["bf16", "fp16", "fp8"]
+IntegrityMode = Literal["off", "lease", "seal", "full"]
+# A step must not take so long that it looks like a stalled engine.
+MIN_RATE, MAX_RATE = 0.1, 1e9
+MAX_CONTEXT = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticSettings:
+    """A model that is only played. Rates are tokens a second, 0 for as fast as it goes: prompts share `prefill_rate`, each stream has
+    `decode_rate`. `context_length` is the longest prompt with its answer.
+    """
+
+    prefill_rate: float = 0.0
+    decode_rate: float = 0.0
+    context_length: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_rate", "decode_rate"):
+            rate = getattr(self, name)
+            if not (rate == 0 or MIN_RATE <= rate <= MAX_RATE):
+                raise SettingsError(f"{name} must be 0 or {MIN_RATE:g} to {MAX_RATE:g} tokens a second, got {rate:g}")
+        if not 2 <= self.context_length <= MAX_CONTEXT:
+            raise SettingsError(f"context_length must be 2 to {MAX_CONTEXT} tokens, got {self.context_length}")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """Sizes are in tokens unless the name says otherwise.
+    """Sizes are in tokens unless the name says otherwise. Either a model or `synthetic` is given.
 
     `step_tokens` bounds the tokens of one engine step, and with it how long a running stream waits for somebody's prompt.
     `stall_s` is how long a step may take before the worker stops calling itself alive.
     """
 
     redis_url: str = field(repr=False)
-    model_path: Path
+    model_path: Path | None
     model_name: ModelName
     job_signing_key: bytes = field(repr=False)
     namespace_secret: bytes = field(repr=False)
     key_prefix: str = "sg"
     kernels: str = "auto"
-    kv_dtype: KvDtype = "bf16"
-    integrity: IntegrityMode = "lease"
+    kv_dtype: KvDtype = "fp16"
+    integrity: IntegrityMode = "seal"
+    allow_fault_injection: bool = False
     kv_tokens: int = 16384
     page_size: int = 16
     max_sequences: int = 32
@@ -37,6 +60,7 @@ class WorkerSettings:
     heartbeat_s: float = 0.25
     liveness_ttl_s: float = 3.0
     stall_s: float = 30.0
+    synthetic: SyntheticSettings | None = None
 
     def __post_init__(self) -> None:
         if self.page_size not in {1, 2, 4, 8, 16, 32, 64, 128, 256}:
@@ -49,6 +73,13 @@ class WorkerSettings:
             raise SettingsError(
                 f"step_tokens ({self.step_tokens}) must be at least max_sequences ({self.max_sequences}), "
                 "or running streams could not all advance in a step"
+            )
+        if (self.model_path is None) == (self.synthetic is None):
+            raise SettingsError("either model_path or synthetic must be given")
+        if self.synthetic and self.step_tokens > self.synthetic.prefill_rate * self.stall_s / 2 > 0:
+            raise SettingsError(
+                f"prefill_rate {self.synthetic.prefill_rate:g} is too low for steps of {self.step_tokens} tokens: "
+                f"a step may take {self.stall_s / 2:g} s"
             )
 
     @property

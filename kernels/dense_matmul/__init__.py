@@ -3,12 +3,12 @@
 import torch
 
 from kernels.backend import Backend
-from kernels.checks import check_tensor, output
+from kernels.checks import check_tensor, output_rows
 from kernels.dense_matmul.ref import matmul_float_activations
 from kernels.errors import KernelError
 from kernels.weights import DenseWeight
 
-_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+NATIVE_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 def dense_matmul(x: torch.Tensor, w: DenseWeight, out: torch.Tensor | None = None, *, backend: Backend) -> torch.Tensor:
@@ -17,11 +17,13 @@ def dense_matmul(x: torch.Tensor, w: DenseWeight, out: torch.Tensor | None = Non
         raise KernelError(f"dense_matmul: w must be a DenseWeight, got {type(w).__name__}")
     num_out, num_in = w.shape
     check_tensor("dense_matmul", "x", x, torch.float32, (None, num_in))
-    result = output("dense_matmul", out, (x.shape[0], num_out))
+    result, stride = output_rows("dense_matmul", out, (x.shape[0], num_out))
     if backend is Backend.REF:
         return result.copy_(matmul_float_activations(x, w))
     from kernels import _native
 
-    kind = _TYPES[w.packed.dtype]
-    _native.dense_matmul(x.data_ptr(), x.shape[0], w.packed.data_ptr(), kind, num_out, num_in, result.data_ptr())
+    kind = NATIVE_TYPES[w.packed.dtype]
+    _native.dense_matmul(
+        x.data_ptr(), x.shape[0], w.packed.data_ptr(), kind, num_out, num_in, result.data_ptr(), stride
+    )
     return result

@@ -2,15 +2,32 @@
 
 import torch
 
-from kernels.checks import check_tensor
+from kernels.backend import Backend
+from kernels.checks import check_tensor, output
+from kernels.dense_matmul import NATIVE_TYPES
 from kernels.embedding.ref import embedding_ref
 from kernels.errors import KernelError
-from kernels.weights import Weight
+from kernels.weights import DenseWeight, Weight
 
 
-def embedding(ids: torch.Tensor, w: Weight) -> torch.Tensor:
-    """ids int64 [T] -> float32 [T, K]. A handful of rows: plain torch in every backend. Raises KernelError for an id outside W."""
+def embedding(ids: torch.Tensor, w: Weight, out: torch.Tensor | None = None, *, backend: Backend) -> torch.Tensor:
+    """ids int64 [T] -> float32 [T, K], in `out` if given. Raises KernelError for an id outside W."""
     check_tensor("embedding", "ids", ids, torch.int64, (None,))
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < w.shape[0]:
+    numbers = ids.numpy()
+    if len(ids) and not 0 <= numbers.min() <= numbers.max() < w.shape[0]:
         raise KernelError(f"embedding: ids must be in [0, {w.shape[0]})")
-    return embedding_ref(ids, w)
+    num_out, num_in = w.shape
+    result = output("embedding", out, (len(ids), num_in))
+    if backend is Backend.REF:
+        return result.copy_(embedding_ref(ids, w))
+    from kernels import _native
+
+    if isinstance(w, DenseWeight):
+        kind = NATIVE_TYPES[w.packed.dtype]
+        _native.dense_rows(w.packed.data_ptr(), kind, num_in, ids.data_ptr(), len(ids), result.data_ptr())
+    else:
+        _native.quantized_rows(
+            w.packed.data_ptr(), num_out, num_in, w.group_size, w.bits, w.scale_dtype.itemsize, w.has_minimum,
+            ids.data_ptr(), len(ids), result.data_ptr(),
+        )  # fmt: skip
+    return result

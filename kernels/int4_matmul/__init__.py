@@ -3,7 +3,7 @@
 import torch
 
 from kernels.backend import Backend
-from kernels.checks import check_tensor, output
+from kernels.checks import check_tensor, output_rows
 from kernels.errors import KernelError
 from kernels.int4_matmul.native import quantized_matmul
 from kernels.int4_matmul.ref import matmul_float_activations
@@ -20,6 +20,6 @@ def int4_matmul(x: torch.Tensor, w: Int4Weight, out: torch.Tensor | None = None,
         raise KernelError(f"int4_matmul: w must be an Int4Weight, got {type(w).__name__}")
     if backend is Backend.REF:
         check_tensor("int4_matmul", "x", x, torch.float32, (None, w.shape[1]))
-        result = output("int4_matmul", out, (x.shape[0], w.shape[0]))
+        result, _ = output_rows("int4_matmul", out, (x.shape[0], w.shape[0]))
         return result.copy_(matmul_float_activations(x, w))
     return quantized_matmul("int4_matmul", x, w, out)

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.checks import check_tensor, output
+from kernels.checks import check_tensor, output_rows
 from kernels.weights import Quantized
 
 
@@ -13,9 +13,9 @@ def quantized_matmul(op: str, x: torch.Tensor, w: Quantized, out: torch.Tensor |
     num_out, num_in = w.shape
     check_tensor(op, "x", x, torch.float32, (None, num_in))
     rows = x.shape[0]
-    result = output(op, out, (rows, num_out))
+    result, stride = output_rows(op, out, (rows, num_out))
     _native.quantized_matmul(
         x.data_ptr(), rows, w.packed.data_ptr(), num_out, num_in, w.group_size, w.bits,
-        w.scale_dtype.itemsize, w.has_minimum, result.data_ptr(),
+        w.scale_dtype.itemsize, w.has_minimum, result.data_ptr(), stride,
     )  # fmt: skip
     return result

@@ -3,7 +3,7 @@
 import torch
 
 from kernels.backend import Backend
-from kernels.checks import check_tensor, output
+from kernels.checks import check_tensor, output_rows
 from kernels.errors import KernelError
 from kernels.int4_matmul.native import quantized_matmul
 from kernels.int8_matmul.ref import matmul_float_activations
@@ -16,6 +16,6 @@ def int8_matmul(x: torch.Tensor, w: Int8Weight, out: torch.Tensor | None = None,
         raise KernelError(f"int8_matmul: w must be an Int8Weight, got {type(w).__name__}")
     if backend is Backend.REF:
         check_tensor("int8_matmul", "x", x, torch.float32, (None, w.shape[1]))
-        result = output("int8_matmul", out, (x.shape[0], w.shape[0]))
+        result, _ = output_rows("int8_matmul", out, (x.shape[0], w.shape[0]))
         return result.copy_(matmul_float_activations(x, w))
     return quantized_matmul("int8_matmul", x, w, out)

@@ -3,10 +3,11 @@
 import torch
 
 from kernels.backend import Backend
-from kernels.checks import check_tensor, sizes
+from kernels.checks import check_rows, check_tensor, sizes
 from kernels.errors import KernelError
 from kernels.kv_pool import KvPool
 from kernels.kv_write.ref import kv_write_ref
+from kernels.native_pool import native_layer
 
 
 def kv_write(
@@ -14,13 +15,16 @@ def kv_write(
 ) -> None:
     """Store k, v float32 [T, kv_heads, D] at slots int64 [T], slot = page * page_size + offset; a negative slot skips its row.
 
-    fp8: value / scale, clamped to +-448, nearest even; NaN is stored as 0x7f, which nothing finite ever is.
+    Rows of k and v may lie further apart than they are long, both alike. All types round value / scale to nearest even; fp16 clamps to
+    +-65504 first, fp8 to +-448; NaN is stored as 0x7f there, which nothing finite ever is.
+    If the pool has seals, they cover the new rows afterwards.
     """
     layout = pool.layout
     rows = sizes("kv_write", "k", k, 3)[0]
     shape = (rows, layout.num_kv_heads, layout.head_dim)
-    check_tensor("kv_write", "k", k, torch.float32, shape)
-    check_tensor("kv_write", "v", v, torch.float32, shape)
+    stride = check_rows("kv_write", "k", k, shape)
+    if check_rows("kv_write", "v", v, shape) != stride:
+        raise KernelError("kv_write: rows of k and v must lie equally far apart")
     check_tensor("kv_write", "slots", slots, torch.int64, (rows,))
     if rows and int(slots.numpy().max()) >= layout.num_pages * layout.page_size:
         raise KernelError("kv_write: slots name a page outside the pool")
@@ -31,20 +35,4 @@ def kv_write(
         return
     from kernels import _native
 
-    _native.kv_write(k.data_ptr(), v.data_ptr(), slots.data_ptr(), rows, *native_layer(pool, layer))
-
-
-def native_layer(pool: KvPool, layer: int) -> tuple[int, int, int, int, int, int, int, int, int]:
-    """One layer of the pool as the native module takes it: four addresses, four sizes, the element type."""
-    layout = pool.layout
-    return (
-        pool.k.data_ptr() + layer * pool.k.stride(0) * layout.element_bytes,
-        pool.v.data_ptr() + layer * pool.v.stride(0) * layout.element_bytes,
-        pool.k_scale.data_ptr() + 4 * layer * layout.num_kv_heads,
-        pool.v_scale.data_ptr() + 4 * layer * layout.num_kv_heads,
-        layout.num_pages,
-        layout.num_kv_heads,
-        layout.page_size,
-        layout.head_dim,
-        0 if layout.dtype == "bf16" else 1,
-    )
+    _native.kv_write(k.data_ptr(), v.data_ptr(), stride, slots.data_ptr(), rows, native_layer(pool, layer))

@@ -2,13 +2,16 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <limits>
 #include <vector>
 
 #include "lanes.hpp"
 #include "ops.hpp"
+#include "page_seal.hpp"
 #include "thread_pool.hpp"
 
 namespace sluicegate {
@@ -34,145 +37,129 @@ struct Scratch {
     std::vector<float> parts;   // [kQueries, head_dim]
 };
 
-// Columns [first, first + 16) of 16 keys' rows into 16 rows of the key table. Null stands for a row of zeros.
-template <KvType kType>
-inline void transpose_block(const uint8_t* k, const int64_t* rows, int64_t first, float* to) {
-#if defined(__AVX512F__)
-    __m512 r[16], t[16];
-    for (int i = 0; i < 16; ++i) {
-        if (rows[i] < 0) {
-            r[i] = _mm512_setzero_ps();
-        } else if constexpr (kType == KvType::bf16) {
-            const auto* from = reinterpret_cast<const __m256i*>(reinterpret_cast<const uint16_t*>(k) + rows[i] + first);
-            r[i] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from)), 16));
-        } else {
-            alignas(64) float row[kLanes];
-            load_stored<kType>(k, rows[i] + first, row);
-            r[i] = _mm512_load_ps(row);
-        }
-    }
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
-    }
-    const auto low = [](__m512 a, __m512 b) { return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); };
-    const auto high = [](__m512 a, __m512 b) { return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); };
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = low(t[i], t[i + 2]);
-        r[i + 1] = high(t[i], t[i + 2]);
-        r[i + 2] = low(t[i + 1], t[i + 3]);
-        r[i + 3] = high(t[i + 1], t[i + 3]);
-    }
-    // r[4 i + j] holds, in its 128-bit lane l, column 4 l + j of rows 4 i .. 4 i + 3.
-    for (int j = 0; j < 4; ++j) {
-        const __m512 a = _mm512_shuffle_f32x4(r[j], r[4 + j], 0x88), b = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0x88);
-        const __m512 c = _mm512_shuffle_f32x4(r[j], r[4 + j], 0xdd), d = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0xdd);
-        _mm512_storeu_ps(to + j * kRange, _mm512_shuffle_f32x4(a, b, 0x88));
-        _mm512_storeu_ps(to + (4 + j) * kRange, _mm512_shuffle_f32x4(c, d, 0x88));
-        _mm512_storeu_ps(to + (8 + j) * kRange, _mm512_shuffle_f32x4(a, b, 0xdd));
-        _mm512_storeu_ps(to + (12 + j) * kRange, _mm512_shuffle_f32x4(c, d, 0xdd));
-    }
-#else
-    for (int i = 0; i < kLanes; ++i) {
-        float row[kLanes] = {};
-        if (rows[i] >= 0) load_stored<kType>(k, rows[i] + first, row);
-        for (int j = 0; j < kLanes; ++j) to[j * kRange + i] = row[j];
-    }
-#endif
-}
+// Where a sequence's keys and values lie for one kv head. Within a page keys are stored by dimension, [head_dim, page_size], so that 16
+// neighbouring keys are one load; values are stored by token, [page_size, head_dim].
+struct PagedHead {
+    const KvLayer& layer;
+    const int32_t* pages;
+    int64_t head;
 
-// Keys [begin, end) of a sequence and kv head: keys by columns, values by rows, both as floats.
+    int64_t page_at(int64_t key) const {
+        return (pages[key / layer.page_size] * layer.num_kv_heads + head) * layer.page_size * layer.head_dim;
+    }
+    int64_t key_at(int64_t key) const { return page_at(key) + key % layer.page_size; }
+    int64_t value_at(int64_t key) const { return page_at(key) + key % layer.page_size * layer.head_dim; }
+    // Whether 16 keys from a multiple of 16 on lie side by side.
+    bool has_vectors() const { return layer.page_size % kLanes == 0; }
+};
+
+// Keys [begin, end): keys by columns, values by rows, both as floats.
 template <KvType kType>
-void load_range(const AttentionCall& call, const KvLayer& layer, int64_t sequence, int64_t kv_head, int64_t begin, int64_t end,
-                Scratch& scratch) {
+void load_range(const PagedHead& from, int64_t begin, int64_t end, Scratch& scratch) {
+    const KvLayer& layer = from.layer;
     const int64_t dim = layer.head_dim, whole = dim / kLanes * kLanes;
-    const int32_t* pages = call.page_table + sequence * call.max_pages;
-    for (int64_t block = begin; block < end; block += kLanes) {
-        int64_t rows[kLanes];  // where each key's row begins, -1 beyond the end
-        for (int64_t i = 0; i < kLanes; ++i) {
-            const int64_t key = block + i;
-            rows[i] = -1;
-            if (key >= end) continue;
-            const int64_t page = pages[key / layer.page_size];
-            rows[i] = ((page * layer.num_kv_heads + kv_head) * layer.page_size + key % layer.page_size) * dim;
-            float* values = &scratch.values[(key - begin) * dim];
-            for (int64_t j = 0; j < whole; j += kLanes) load_stored<kType>(layer.v, rows[i] + j, values + j);
-            for (int64_t j = whole; j < dim; ++j) {
-                values[j] = stored(layer.v, kType, rows[i] + j);
-                scratch.keys[j * kRange + key - begin] = stored(layer.k, kType, rows[i] + j);
-            }
+    for (int64_t key = begin; key < end; ++key) {
+        const int64_t at = from.value_at(key);
+        float* values = &scratch.values[(key - begin) * dim];
+        for (int64_t i = 0; i < whole; i += kLanes) load_16<kType>(layer.v, at + i).store(values + i);
+        for (int64_t i = whole; i < dim; ++i) values[i] = load_one<kType>(layer.v, at + i);
+    }
+    if (from.has_vectors()) {
+        for (int64_t key = begin; key < end; key += kLanes) {
+            const int64_t at = from.key_at(key);
+            float* column = &scratch.keys[key - begin];
+            for (int64_t i = 0; i < dim; ++i) load_16<kType>(layer.k, at + i * layer.page_size).store(column + i * kRange);
         }
-        for (int64_t j = 0; j < whole; j += kLanes) {
-            transpose_block<kType>(layer.k, rows, j, &scratch.keys[j * kRange + block - begin]);
+        return;
+    }
+    for (int64_t key = begin; key < end; ++key) {
+        const int64_t at = from.key_at(key);
+        for (int64_t i = 0; i < dim; ++i) {
+            scratch.keys[i * kRange + key - begin] = load_one<kType>(layer.k, at + i * layer.page_size);
         }
     }
 }
 
-// Scores of keys [0, last) for kCount queries. Up to 63 places behind are written too, with numbers that mean nothing.
+// The products of kCount queries with 64 keys in four vectors, which `load(i, j)` gives for dimension i.
+template <int kCount, typename Load>
+inline void score_keys(const float* const* q, float scale, int64_t dim, const Load& load, float* scores) {
+    V16 sum[kCount][4];
+    for (auto& row : sum) {
+        for (auto& part : row) part = V16::zero();
+    }
+    for (int64_t i = 0; i < dim; ++i) {
+        const V16 keys[4] = {load(i, 0), load(i, 1), load(i, 2), load(i, 3)};
+        for (int r = 0; r < kCount; ++r) {
+            const V16 value = V16::all(q[r][i]);
+            for (int j = 0; j < 4; ++j) sum[r][j].add_product(value, keys[j]);
+        }
+    }
+    for (int r = 0; r < kCount; ++r) {
+        for (int j = 0; j < 4; ++j) sum[r][j].times(V16::all(scale)).store(scores + r * kRange + j * kLanes);
+    }
+}
+
+// Scores of keys [0, last) of the loaded range for kCount queries. Up to 63 places behind are written too, with numbers that mean nothing.
 template <int kCount>
 inline void score_range(const float* const* q, float scale, int64_t dim, const Scratch& scratch, int64_t last, float* scores) {
     for (int64_t key = 0; key < last; key += 4 * kLanes) {
-        V16 sum[kCount][4];
-        for (auto& row : sum) {
-            for (auto& part : row) part = V16::zero();
-        }
-        for (int64_t i = 0; i < dim; ++i) {
-            const float* column = &scratch.keys[i * kRange + key];
-            const V16 keys[4] = {V16::load(column), V16::load(column + 16), V16::load(column + 32), V16::load(column + 48)};
-            for (int r = 0; r < kCount; ++r) {
-                const V16 value = V16::all(q[r][i]);
-                for (int j = 0; j < 4; ++j) sum[r][j].add_product(value, keys[j]);
-            }
-        }
-        for (int r = 0; r < kCount; ++r) {
-            for (int j = 0; j < 4; ++j) sum[r][j].times(V16::all(scale)).store(scores + r * kRange + key + j * kLanes);
-        }
+        const float* columns = &scratch.keys[key];
+        score_keys<kCount>(q, scale, dim, [&](int64_t i, int j) { return V16::load(columns + i * kRange + j * kLanes); }, scores + key);
     }
 }
 
-// Turns scores of keys [first, last) into weights e^(score - maximum), 0 elsewhere, and sums them lane by lane. Where all scores are
-// -infinity there is nothing to weigh, and the maximum says so.
+// The same for keys [begin, end), read from the pages.
+template <KvType kType, int kCount>
+inline void score_pages(const float* const* q, float scale, const PagedHead& from, int64_t begin, int64_t end, float* scores) {
+    const KvLayer& layer = from.layer;
+    const int64_t page_size = layer.page_size;
+    for (int64_t key = begin; key < end; key += 4 * kLanes) {
+        int64_t at[4];  // beyond the end the last keys are read again
+        for (int j = 0; j < 4; ++j) at[j] = from.key_at(std::min(key + j * kLanes, (end - 1) / kLanes * kLanes));
+        const auto load = [&](int64_t i, int j) { return load_16<kType>(layer.k, at[j] + i * page_size); };
+        score_keys<kCount>(q, scale, layer.head_dim, load, scores + key - begin);
+    }
+}
+
+// Turns scores of keys [first, last) into weights e^(score - maximum), 0 elsewhere up to a multiple of 16, and sums them lane by lane.
+// Where all scores are -infinity there is nothing to weigh, and the maximum says so.
 inline void soften(float* scores, int64_t first, int64_t last, float* maximum, float* sum) {
     constexpr float kNone = -std::numeric_limits<float>::infinity();
+    const int64_t end = (last + kLanes - 1) / kLanes * kLanes;
     std::fill(scores, scores + first, kNone);
-    std::fill(scores + last, scores + kRange, kNone);
-    Floats tops;
-    Ints nans = {};
-    for (float& lane : tops.v) lane = kNone;
-    for (int64_t i = 0; i < kRange; i += kLanes) {
-        for (int l = 0; l < kLanes; ++l) {
-            tops.v[l] = scores[i + l] > tops.v[l] ? scores[i + l] : tops.v[l];
-            nans.v[l] |= scores[i + l] != scores[i + l] ? 1 : 0;
-        }
-    }
-    float top = kNone;
+    std::fill(scores + last, scores + end, kNone);
+    V16 tops = V16::all(kNone);
     bool has_nan = false;
-    for (int l = 0; l < kLanes; ++l) {
-        top = tops.v[l] > top ? tops.v[l] : top;
-        has_nan |= nans.v[l] != 0;
+    for (int64_t i = 0; i < end; i += kLanes) {
+        const V16 part = V16::load(scores + i);
+        tops.raise(part);
+        has_nan |= part.has_nan();
     }
+    Floats lanes;
+    tops.store(lanes.v);
+    float top = kNone;
+    for (const float lane : lanes.v) top = lane > top ? lane : top;
     *maximum = has_nan ? std::numeric_limits<float>::quiet_NaN() : top;
     *sum = *maximum;
     if (has_nan || top == kNone) {
-        std::fill(scores, scores + kRange, *maximum);
+        std::fill(scores, scores + end, *maximum);
         return;
     }
-    Floats total = {};
-    for (int64_t i = 0; i < kRange; i += kLanes) {
-        for (int l = 0; l < kLanes; ++l) {
-            scores[i + l] = exp_neg(scores[i + l] - top);
-            total.v[l] += scores[i + l];
-        }
+    V16 total = V16::zero();
+    for (int64_t i = 0; i < end; i += kLanes) {
+        const V16 weight = exp_neg(V16::load(scores + i).minus(V16::all(top)));
+        weight.store(scores + i);
+        total.add(weight);
     }
-    *sum = sum_lanes(total);
+    total.store(lanes.v);
+    *sum = sum_lanes(lanes);
 }
 
-// Adds keys [first, last) of kCount queries to sums over 64 dimensions.
-template <int kCount>
-inline void add_values(const float* weights, const float* values, int64_t first, int64_t last, int64_t dim, V16 (*sum)[4]) {
+// Adds keys [first, last) of kCount queries to sums over 64 dimensions; `load(key, j)` gives a key's vector j.
+template <int kCount, typename Load>
+inline void add_values(const float* weights, const Load& load, int64_t first, int64_t last, V16 (*sum)[4]) {
     for (int64_t key = first; key < last; ++key) {
-        const float* row = values + key * dim;
-        const V16 parts[4] = {V16::load(row), V16::load(row + 16), V16::load(row + 32), V16::load(row + 48)};
+        const V16 parts[4] = {load(key, 0), load(key, 1), load(key, 2), load(key, 3)};
         for (int r = 0; r < kCount; ++r) {
             const V16 weight = V16::all(weights[r * kRange + key]);
             for (int j = 0; j < 4; ++j) sum[r][j].add_product(weight, parts[j]);
@@ -190,13 +177,14 @@ inline void weigh_values(const float* weights, const int64_t* first, const int64
     for (; i + 4 * kLanes <= dim; i += 4 * kLanes) {
         V16 sum[kCount][4];
         const float* values = scratch.values.data() + i;
+        const auto load = [&](int64_t key, int j) { return V16::load(values + key * dim + j * kLanes); };
         for (int r = 0; r < kCount; ++r) {
             for (auto& part : sum[r]) part = V16::zero();
-            add_values<1>(weights + r * kRange, values, first[r], std::min(common_first, last[r]), dim, sum + r);
+            add_values<1>(weights + r * kRange, load, first[r], std::min(common_first, last[r]), sum + r);
         }
-        add_values<kCount>(weights, values, common_first, std::min(common_last, *std::min_element(last, last + kCount)), dim, sum);
+        add_values<kCount>(weights, load, common_first, std::min(common_last, *std::min_element(last, last + kCount)), sum);
         for (int r = 0; r < kCount; ++r) {
-            add_values<1>(weights + r * kRange, values, std::max(first[r], std::min(common_last, last[r])), last[r], dim, sum + r);
+            add_values<1>(weights + r * kRange, load, std::max(first[r], std::min(common_last, last[r])), last[r], sum + r);
             for (int j = 0; j < 4; ++j) sum[r][j].store(out + r * dim + i + j * kLanes);
         }
     }
@@ -207,6 +195,26 @@ inline void weigh_values(const float* weights, const int64_t* first, const int64
                 sum = __builtin_fmaf(weights[r * kRange + key], scratch.values[key * dim + i], sum);
             }
             out[r * dim + i] = sum;
+        }
+    }
+}
+
+// The same for one row's queries and keys [begin + first, begin + last), read from the pages; head_dim must be a multiple of 64.
+template <KvType kType, int kCount>
+inline void weigh_pages(const float* weights, const PagedHead& from, int64_t begin, int64_t first, int64_t last, float* out) {
+    const KvLayer& layer = from.layer;
+    const int64_t dim = layer.head_dim;
+    int64_t at[kRange];
+    for (int64_t key = first; key < last; ++key) at[key] = from.value_at(begin + key);
+    for (int64_t i = 0; i < dim; i += 4 * kLanes) {
+        V16 sum[kCount][4];
+        for (auto& row : sum) {
+            for (auto& part : row) part = V16::zero();
+        }
+        const auto load = [&](int64_t key, int j) { return load_16<kType>(layer.v, at[key] + i + j * kLanes); };
+        add_values<kCount>(weights, load, first, last, sum);
+        for (int r = 0; r < kCount; ++r) {
+            for (int j = 0; j < 4; ++j) sum[r][j].store(out + r * dim + i + j * kLanes);
         }
     }
 }
@@ -267,19 +275,48 @@ private:
         scratch.values.resize(static_cast<size_t>(dim * kRange));
         scratch.scores.resize(kQueries * kRange);
         scratch.parts.resize(static_cast<size_t>(kQueries * dim));
-        load_range<kType>(call_, layer_, call_.row_sequence[tile.first_row], kv_head, begin, end, scratch);
+        if (call_.page_keys != nullptr) verify(tile, kv_head, begin, end, r == first_range(tile));
+        const PagedHead pages{layer_, call_.page_table + call_.row_sequence[tile.first_row] * call_.max_pages, kv_head};
+        // One row reads each key once: straight from the pages. More rows share what is converted once.
+        const bool is_direct = tile.num_rows == 1 && pages.has_vectors() && dim % (4 * kLanes) == 0;
+        if (!is_direct) load_range<kType>(pages, begin, end, scratch);
+        const Span span{tile, kv_head, begin, end, states, merges, is_direct ? &pages : nullptr};
         const int64_t count = tile.num_rows * ratio_;
         int64_t query = 0;
-        for (; query + kQueries <= count; query += kQueries) {
-            queries<kQueries>(tile, kv_head, begin, end, query, states, merges, scratch);
+        for (; query + kQueries <= count; query += kQueries) queries<kType, kQueries>(span, query, scratch);
+        if constexpr (kQueries == 4) {
+            if (count - query == 3) queries<kType, 3>(span, query, scratch);
+            else if (count - query == 2) queries<kType, 2>(span, query, scratch);
+            else if (count - query == 1) queries<kType, 1>(span, query, scratch);
         }
-        for (; query < count; ++query) queries<1>(tile, kv_head, begin, end, query, states, merges, scratch);
     }
 
-    // Queries [query, query + kCount) of a tile over the loaded range; query = row * ratio + head within the group.
-    template <int kCount>
-    void queries(const Tile& tile, int64_t kv_head, int64_t begin, int64_t end, int64_t query, float* states, bool merges,
-                 Scratch& scratch) const {
+    // Verifies the pages of keys [begin, end) that begin here, or all of them in the first range: right before the pass over their
+    // bytes, which then come from the cache.
+    void verify(const Tile& tile, int64_t kv_head, int64_t begin, int64_t end, bool is_first) const {
+        const int64_t sequence = call_.row_sequence[tile.first_row], size = layer_.page_size;
+        const int64_t table = sequence * call_.max_pages;
+        for (int64_t place = is_first ? begin / size : (begin + size - 1) / size; place * size < end; ++place) {
+            const int64_t num_tokens = std::clamp<int64_t>(call_.num_tokens[sequence] - place * size, 0, size);
+            if (is_sealed(layer_, call_.page_table[table + place], kv_head, call_.page_keys[table + place], num_tokens)) continue;
+            int64_t none = 0;
+            std::atomic_ref<int64_t>(call_.violations[sequence]).compare_exchange_strong(none, 1 + call_.layer * call_.max_pages + place);
+        }
+    }
+
+    // One tile and kv head over keys [begin, end); `pages` if they are read from there, else they are in the scratch.
+    struct Span {
+        const Tile& tile;
+        int64_t kv_head, begin, end;
+        float* states;
+        bool merges;
+        const PagedHead* pages;
+    };
+
+    // Queries [query, query + kCount) of a tile over one range; query = row * ratio + head within the group.
+    template <KvType kType, int kCount>
+    void queries(const Span& span, int64_t query, Scratch& scratch) const {
+        const auto& [tile, kv_head, begin, end, states, merges, pages] = span;
         const int64_t dim = layer_.head_dim;
         const float* q[kCount];
         int64_t first[kCount], last[kCount], furthest = 0;
@@ -287,18 +324,21 @@ private:
             const int64_t row = tile.first_row + (query + r) / ratio_, head = kv_head * ratio_ + (query + r) % ratio_;
             const int64_t position = call_.row_position[row];
             const int64_t oldest = call_.window ? std::max<int64_t>(0, position + 1 - call_.window) : 0;
-            q[r] = call_.q + (row * call_.num_heads + head) * dim;
+            q[r] = call_.q + row * call_.q_stride + head * dim;
             last[r] = std::max<int64_t>(0, std::min(end, position + 1) - begin);
             first[r] = std::min(std::max<int64_t>(0, oldest - begin), last[r]);
             furthest = std::max(furthest, last[r]);
         }
         float* scores = scratch.scores.data();
-        score_range<kCount>(q, call_.softmax_scale * layer_.k_scale[kv_head], dim, scratch, furthest, scores);
+        const float scale = call_.softmax_scale * layer_.k_scale[kv_head] * kUnit<kType>;
+        if (pages != nullptr) score_pages<kType, kCount>(q, scale, *pages, begin, begin + furthest, scores);
+        else score_range<kCount>(q, scale, dim, scratch, furthest, scores);
         float maximum[kCount], sum[kCount];
         for (int r = 0; r < kCount; ++r) {
             if (first[r] < last[r]) soften(scores + r * kRange, first[r], last[r], maximum + r, sum + r);
         }
-        weigh_values<kCount>(scores, first, last, dim, scratch, scratch.parts.data());
+        if (pages != nullptr) weigh_pages<kType, kCount>(scores, *pages, begin, first[0], last[0], scratch.parts.data());
+        else weigh_values<kCount>(scores, first, last, dim, scratch, scratch.parts.data());
         for (int r = 0; r < kCount; ++r) {
             if (first[r] >= last[r]) continue;  // the range holds no key for this row
             if (maximum[r] == -std::numeric_limits<float>::infinity()) continue;  // or none with any weight, in `whole` as in `split`
@@ -316,6 +356,7 @@ private:
 
     void range(const Tile& tile, int64_t kv_head, int64_t r, float* states, bool merges) const {
         if (layer_.type == KvType::bf16) range<KvType::bf16>(tile, kv_head, r, states, merges);
+        else if (layer_.type == KvType::fp16) range<KvType::fp16>(tile, kv_head, r, states, merges);
         else range<KvType::fp8>(tile, kv_head, r, states, merges);
     }
 
@@ -333,7 +374,8 @@ private:
             for (int64_t h = 0; h < ratio_; ++h) {
                 const float* state = states + (row * ratio_ + h) * state_size();
                 float* out = call_.out + ((tile.first_row + row) * call_.num_heads + kv_head * ratio_ + h) * dim;
-                const float inverse = layer_.v_scale[kv_head] / state[1];
+                const float unit = layer_.type == KvType::fp8 ? kUnit<KvType::fp8> : 1.0f;
+                const float inverse = layer_.v_scale[kv_head] * unit / state[1];
                 for (int64_t i = 0; i < dim; ++i) out[i] = state[2 + i] * inverse;
             }
         }
@@ -350,48 +392,61 @@ private:
         finish(tile, kv_head, states.data());
     }
 
-    // Few tiles with many keys: threads share the ranges, which are merged in the same order as in `whole`.
+    // Few tiles with many keys: threads share the ranges of a tile and kv head, and whoever computes the last of them merges all, in the
+    // same order as in `whole`.
     void split(int64_t units) const {
         struct Piece {
             int64_t unit, range;
-            size_t offset;
+        };
+        struct Unit {
+            size_t offset;  // of its first state
+            int64_t first;  // range
+            std::atomic<int64_t> num_left;
         };
         std::vector<Piece> pieces;
+        std::deque<Unit> progress;
         size_t total = 0;
         for (int64_t unit = 0; unit < units; ++unit) {
-            const Tile& tile = tiles_[unit / layer_.num_kv_heads];
-            for (int64_t r = first_range(tile); r < num_ranges(tile); ++r) {
-                pieces.push_back({unit, r, total});
-                total += static_cast<size_t>(tile.num_rows * ratio_) * state_size();
-            }
+            const Tile& tile = tile_of(unit);
+            const int64_t first = first_range(tile), end = num_ranges(tile);
+            progress.emplace_back(total, first, end - first);
+            for (int64_t r = first; r < end; ++r) pieces.push_back({unit, r});
+            total += static_cast<size_t>((end - first) * tile.num_rows * ratio_) * state_size();
         }
         thread_local std::vector<float> buffer;
         buffer.resize(total);
         float* states = buffer.data();
         ThreadPool::instance().run(static_cast<int64_t>(pieces.size()), [&](int64_t index, int) {
             const Piece& piece = pieces[index];
-            const Tile& tile = tiles_[piece.unit / layer_.num_kv_heads];
-            clear(states + piece.offset, tile.num_rows * ratio_);
-            range(tile, piece.unit % layer_.num_kv_heads, piece.range, states + piece.offset, false);
-        });
-        std::vector<float> merged;
-        for (size_t index = 0; index < pieces.size();) {
-            const int64_t unit = pieces[index].unit;
-            const Tile& tile = tiles_[unit / layer_.num_kv_heads];
+            Unit& unit = progress[piece.unit];
+            const Tile& tile = tile_of(piece.unit);
             const int64_t count = tile.num_rows * ratio_;
-            merged.resize(static_cast<size_t>(count) * state_size());
-            clear(merged.data(), count);
-            for (; index < pieces.size() && pieces[index].unit == unit; ++index) {
-                for (int64_t i = 0; i < count; ++i) {
-                    const float* part = states + pieces[index].offset + i * state_size();
-                    if (part[0] == -std::numeric_limits<float>::infinity()) continue;
-                    float* into = merged.data() + i * state_size();
-                    merge({into, into + 1, into + 2}, part[0], part[1], part + 2, layer_.head_dim);
-                }
+            float* own = states + unit.offset + static_cast<size_t>((piece.range - unit.first) * count) * state_size();
+            clear(own, count);
+            range(tile, piece.unit % layer_.num_kv_heads, piece.range, own, false);
+            if (unit.num_left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+                merge_all(tile, piece.unit % layer_.num_kv_heads, states + unit.offset, num_ranges(tile) - unit.first);
             }
-            finish(tile, unit % layer_.num_kv_heads, merged.data());
-        }
+        });
     }
+
+    void merge_all(const Tile& tile, int64_t kv_head, const float* parts, int64_t num_parts) const {
+        const int64_t count = tile.num_rows * ratio_;
+        thread_local std::vector<float> merged;
+        merged.resize(static_cast<size_t>(count) * state_size());
+        clear(merged.data(), count);
+        for (int64_t part = 0; part < num_parts; ++part) {
+            for (int64_t i = 0; i < count; ++i) {
+                const float* from = parts + (part * count + i) * state_size();
+                if (from[0] == -std::numeric_limits<float>::infinity()) continue;
+                float* into = merged.data() + i * state_size();
+                merge({into, into + 1, into + 2}, from[0], from[1], from + 2, layer_.head_dim);
+            }
+        }
+        finish(tile, kv_head, merged.data());
+    }
+
+    const Tile& tile_of(int64_t unit) const { return tiles_[unit / layer_.num_kv_heads]; }
 
     const AttentionCall& call_;
     const KvLayer& layer_;

@@ -2,8 +2,14 @@
 // would cost several microseconds each, in every op of every layer of every step.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
+#include <cstring>
+#include <functional>
 #include <stdexcept>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "ops.hpp"
 #include "thread_pool.hpp"
@@ -15,6 +21,25 @@ namespace {
 
 const Ops* current = nullptr;
 
+// The op calls of a forward pass, with their addresses and sizes: made once by running the model's Python code while it records, and run
+// again as often as wanted in one call.
+struct Program {
+    std::vector<std::function<void()>> calls;
+};
+
+thread_local Program* recording = nullptr;
+
+// Run an op now, without the interpreter's lock, or note it down.
+template <typename Call>
+void submit(Call call) {
+    if (recording != nullptr) {
+        recording->calls.emplace_back(std::move(call));
+        return;
+    }
+    nb::gil_scoped_release unlocked;
+    call();
+}
+
 const Ops& ops() {
     if (current == nullptr) throw std::logic_error("select an instruction set first");
     return *current;
@@ -25,15 +50,34 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-KvLayer layer(uintptr_t k, uintptr_t v, uintptr_t k_scale, uintptr_t v_scale, int64_t num_pages, int64_t num_kv_heads,
-              int64_t page_size, int64_t head_dim, int type) {
+// A layer as `native_pool.py` describes it: addresses of keys, values, their scales; sizes; element type; addresses of the seals.
+using LayerTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int64_t, int64_t, int, uintptr_t, uintptr_t,
+                              uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
+
+KvLayer layer_of(const LayerTuple& numbers) {
+    const auto& [k, v, k_scale, v_scale, num_pages, num_kv_heads, page_size, head_dim, type, tags, factor, offset, scales, rows, k_words,
+                 v_words] = numbers;
     return {at<uint8_t>(k), at<uint8_t>(v), at<const float>(k_scale), at<const float>(v_scale), num_pages, num_kv_heads,
-            page_size, head_dim, static_cast<KvType>(type)};
+            page_size, head_dim, static_cast<KvType>(type),
+            {at<uint64_t>(tags), at<const uint64_t>(factor), at<const uint64_t>(offset), at<const uint64_t>(scales),
+             at<const uint32_t>(rows), at<const int16_t>(k_words), at<const int16_t>(v_words)}};
+}
+
+QuantizedMatrix matrix(uintptr_t packed, int64_t n, int64_t k, int group, int bits, int scale_bytes, bool has_minimum) {
+    return {at<const uint8_t>(packed), n, k, group, bits, scale_bytes, has_minimum};
 }
 
 }  // namespace
 
 NB_MODULE(_native, m) {
+    nb::class_<Program>(m, "Program")
+        .def(nb::init<>())
+        .def("__len__", [](const Program& program) { return program.calls.size(); })
+        .def("run", [](const Program& program) {
+            nb::gil_scoped_release unlocked;
+            for (const auto& call : program.calls) call();
+        });
+    m.def("record", [](Program* program) { recording = program; }, nb::arg("program").none());
     m.def("select", [](const std::string& isa) {
         current = &choose_ops(isa.c_str());
         return std::string(current->name);
@@ -42,43 +86,87 @@ NB_MODULE(_native, m) {
     m.def("set_num_threads", [](int count) { ThreadPool::instance().resize(count); });
     m.def("num_threads", [] { return ThreadPool::instance().size(); });
     m.def("quantized_matmul", [](uintptr_t x, int64_t rows, uintptr_t packed, int64_t n, int64_t k, int group, int bits,
-                                 int scale_bytes, bool has_minimum, uintptr_t out) {
-        const QuantizedMatrix w{at<const uint8_t>(packed), n, k, group, bits, scale_bytes, has_minimum};
-        nb::gil_scoped_release unlocked;
-        ops().quantized_matmul(at<const float>(x), rows, w, at<float>(out));
+                                 int scale_bytes, bool has_minimum, uintptr_t out, int64_t stride) {
+        const auto w = matrix(packed, n, k, group, bits, scale_bytes, has_minimum);
+        submit([=, run = ops().quantized_matmul] { run(at<const float>(x), rows, w, at<float>(out), stride); });
     });
-    m.def("dense_matmul", [](uintptr_t x, int64_t rows, uintptr_t w, int type, int64_t n, int64_t k, uintptr_t out) {
-        nb::gil_scoped_release unlocked;
-        ops().dense_matmul(at<const float>(x), rows, at<const void>(w), static_cast<Dense>(type), n, k, at<float>(out));
+    m.def("quantized_rows", [](uintptr_t packed, int64_t n, int64_t k, int group, int bits, int scale_bytes, bool has_minimum,
+                               uintptr_t ids, int64_t count, uintptr_t out) {
+        const auto w = matrix(packed, n, k, group, bits, scale_bytes, has_minimum);
+        submit([=, run = ops().quantized_rows] { run(w, at<const int64_t>(ids), count, at<float>(out)); });
+    });
+    m.def("dense_matmul", [](uintptr_t x, int64_t rows, uintptr_t w, int type, int64_t n, int64_t k, uintptr_t out, int64_t stride) {
+        submit([=, run = ops().dense_matmul] {
+            run(at<const float>(x), rows, at<const void>(w), static_cast<Dense>(type), n, k, at<float>(out), stride);
+        });
+    });
+    m.def("dense_rows", [](uintptr_t w, int type, int64_t k, uintptr_t ids, int64_t count, uintptr_t out) {
+        submit([=, run = ops().dense_rows] {
+            run(at<const void>(w), static_cast<Dense>(type), k, at<const int64_t>(ids), count, at<float>(out));
+        });
+    });
+    m.def("take_rows", [](uintptr_t x, uintptr_t rows, int64_t count, int64_t cols, uintptr_t out) {
+        submit([=] {
+            for (int64_t i = 0; i < count; ++i) {
+                std::memcpy(at<float>(out) + i * cols, at<const float>(x) + at<const int64_t>(rows)[i] * cols, cols * sizeof(float));
+            }
+        });
     });
     m.def("rms_norm", [](uintptr_t x, uintptr_t residual, uintptr_t weight, float eps, int64_t rows, int64_t cols, uintptr_t out) {
-        nb::gil_scoped_release unlocked;
-        ops().rms_norm(at<const float>(x), at<float>(residual), at<const float>(weight), eps, rows, cols, at<float>(out));
+        submit([=, run = ops().rms_norm] {
+            run(at<const float>(x), at<float>(residual), at<const float>(weight), eps, rows, cols, at<float>(out));
+        });
     });
-    m.def("rotary", [](uintptr_t x, uintptr_t positions, uintptr_t table, int64_t rows, int64_t heads, int64_t head_dim) {
-        nb::gil_scoped_release unlocked;
-        ops().rotary(at<float>(x), at<const int32_t>(positions), at<const float>(table), rows, heads, head_dim);
+    m.def("rotary", [](uintptr_t x, int64_t stride, uintptr_t positions, uintptr_t table, int64_t rows, int64_t heads, int64_t head_dim) {
+        submit([=, run = ops().rotary] {
+            run(at<float>(x), stride, at<const int32_t>(positions), at<const float>(table), rows, heads, head_dim);
+        });
     });
     m.def("silu_mul", [](uintptr_t gate, uintptr_t up, int64_t stride, int64_t rows, int64_t cols, uintptr_t out) {
-        nb::gil_scoped_release unlocked;
-        ops().silu_mul(at<const float>(gate), at<const float>(up), stride, rows, cols, at<float>(out));
+        submit([=, run = ops().silu_mul] { run(at<const float>(gate), at<const float>(up), stride, rows, cols, at<float>(out)); });
     });
-    m.def("kv_write", [](uintptr_t k, uintptr_t v, uintptr_t slots, int64_t rows, uintptr_t pool_k, uintptr_t pool_v,
-                         uintptr_t k_scale, uintptr_t v_scale, int64_t num_pages, int64_t num_kv_heads, int64_t page_size,
-                         int64_t head_dim, int type) {
-        const auto target = layer(pool_k, pool_v, k_scale, v_scale, num_pages, num_kv_heads, page_size, head_dim, type);
-        nb::gil_scoped_release unlocked;
-        ops().kv_write(at<const float>(k), at<const float>(v), at<const int64_t>(slots), rows, target);
+    m.def("kv_write", [](uintptr_t k, uintptr_t v, int64_t stride, uintptr_t slots, int64_t rows, const LayerTuple& pool) {
+        submit([=, target = layer_of(pool), run = ops().kv_write] {
+            run(at<const float>(k), at<const float>(v), stride, at<const int64_t>(slots), rows, target);
+        });
     });
-    m.def("paged_attention", [](uintptr_t q, uintptr_t out, uintptr_t page_table, uintptr_t row_sequence, uintptr_t row_position,
-                                int64_t rows, int64_t heads, int64_t max_pages, int64_t window, float softmax_scale,
-                                uintptr_t pool_k, uintptr_t pool_v, uintptr_t k_scale, uintptr_t v_scale, int64_t num_pages,
-                                int64_t num_kv_heads, int64_t page_size, int64_t head_dim, int type) {
-        const AttentionCall call{at<const float>(q), at<float>(out), at<const int32_t>(page_table),
+    m.def("paged_attention", [](uintptr_t q, int64_t q_stride, uintptr_t out, uintptr_t page_table, uintptr_t row_sequence,
+                                uintptr_t row_position, int64_t rows, int64_t heads, int64_t max_pages, int64_t window,
+                                float softmax_scale, int64_t layer, uintptr_t page_keys, uintptr_t num_tokens, uintptr_t violations,
+                                const LayerTuple& pool) {
+        const AttentionCall call{at<const float>(q), q_stride, at<float>(out), at<const int32_t>(page_table),
                                  at<const int32_t>(row_sequence), at<const int32_t>(row_position), rows, heads, max_pages,
-                                 window, softmax_scale};
-        const auto source = layer(pool_k, pool_v, k_scale, v_scale, num_pages, num_kv_heads, page_size, head_dim, type);
-        nb::gil_scoped_release unlocked;
-        ops().paged_attention(call, source);
+                                 window, softmax_scale, layer, at<const uint64_t>(page_keys), at<const int32_t>(num_tokens),
+                                 at<int64_t>(violations)};
+        submit([=, source = layer_of(pool), run = ops().paged_attention] { run(call, source); });
+    });
+    m.def("open_pages", [](uintptr_t pages, uintptr_t page_keys, int64_t count, const LayerTuple& pool, int64_t num_layers) {
+        submit([=, first = layer_of(pool), run = ops().open_pages] {
+            run(at<const int64_t>(pages), at<const uint64_t>(page_keys), count, first, num_layers);
+        });
+    });
+    m.def("rekey_pages", [](uintptr_t pages, uintptr_t before, uintptr_t after, int64_t count, const LayerTuple& pool, int64_t num_layers) {
+        submit([=, first = layer_of(pool), run = ops().rekey_pages] {
+            run(at<const int64_t>(pages), at<const uint64_t>(before), at<const uint64_t>(after), count, first, num_layers);
+        });
+    });
+    m.def("verify_pages", [](uintptr_t pages, uintptr_t page_keys, uintptr_t num_tokens, int64_t count, uintptr_t found,
+                             const LayerTuple& pool, int64_t num_layers) {
+        submit([=, first = layer_of(pool), run = ops().verify_pages] {
+            run(at<const int64_t>(pages), at<const uint64_t>(page_keys), at<const int64_t>(num_tokens), count, at<int64_t>(found), first,
+                num_layers);
+        });
+    });
+    m.def("lease_check", [](uintptr_t tags, uintptr_t page_table, uintptr_t expected, int64_t sequences, int64_t max_pages, uintptr_t found) {
+        submit([=] {
+            for (int64_t i = 0; i < sequences; ++i) {
+                int64_t place = -1;
+                for (int64_t j = 0; j < max_pages && place < 0; ++j) {
+                    const uint64_t wanted = at<const uint64_t>(expected)[i * max_pages + j];
+                    if (wanted != 0 && at<const uint64_t>(tags)[at<const int32_t>(page_table)[i * max_pages + j]] != wanted) place = j;
+                }
+                at<int64_t>(found)[i] = place;
+            }
+        });
     });
 }

@@ -51,23 +51,36 @@ void dense_panel(const float* x, const void* w, int64_t first, int64_t cols, flo
 }
 
 template <Dense kType>
-void dense_typed(const float* x, int64_t m, const void* w, int64_t n, int64_t k, float* out) {
+void dense_typed(const float* x, int64_t m, const void* w, int64_t n, int64_t k, float* out, int64_t stride) {
     const int64_t panels = (n + kLanes - 1) / kLanes;
     const int64_t pieces = std::min<int64_t>(panels, ThreadPool::instance().size() * 8);
     ThreadPool::instance().run(pieces, [&](int64_t piece, int) {
         for (int64_t p = panels * piece / pieces; p < panels * (piece + 1) / pieces; ++p) {
             const int64_t first = p * kLanes * k, left = n - p * kLanes;
             int64_t row = 0;
-            for (; row + 4 <= m; row += 4) dense_panel<kType, 4>(x + row * k, w, first, k, out + row * n + p * kLanes, n, left);
-            for (; row < m; ++row) dense_panel<kType, 1>(x + row * k, w, first, k, out + row * n + p * kLanes, n, left);
+            for (; row + 4 <= m; row += 4) dense_panel<kType, 4>(x + row * k, w, first, k, out + row * stride + p * kLanes, stride, left);
+            for (; row < m; ++row) dense_panel<kType, 1>(x + row * k, w, first, k, out + row * stride + p * kLanes, stride, left);
         }
     });
 }
 
-void dense_matmul(const float* x, int64_t m, const void* w, Dense type, int64_t n, int64_t k, float* out) {
-    if (type == Dense::bf16) dense_typed<Dense::bf16>(x, m, w, n, k, out);
-    else if (type == Dense::f16) dense_typed<Dense::f16>(x, m, w, n, k, out);
-    else dense_typed<Dense::f32>(x, m, w, n, k, out);
+void dense_matmul(const float* x, int64_t m, const void* w, Dense type, int64_t n, int64_t k, float* out, int64_t stride) {
+    if (type == Dense::bf16) dense_typed<Dense::bf16>(x, m, w, n, k, out, stride);
+    else if (type == Dense::f16) dense_typed<Dense::f16>(x, m, w, n, k, out, stride);
+    else dense_typed<Dense::f32>(x, m, w, n, k, out, stride);
+}
+
+// Rows of an unquantized matrix as floats.
+void dense_rows(const void* w, Dense type, int64_t k, const int64_t* ids, int64_t count, float* out) {
+    for (int64_t row = 0; row < count; ++row) {
+        const int64_t first = ids[row] / kLanes * kLanes * k + ids[row] % kLanes;
+        for (int64_t i = 0; i < k; ++i) {
+            const int64_t at = first + i * kLanes;
+            if (type == Dense::f32) out[row * k + i] = static_cast<const float*>(w)[at];
+            else if (type == Dense::f16) out[row * k + i] = half_to_float(static_cast<const uint16_t*>(w)[at]);
+            else out[row * k + i] = bf16_to_float(static_cast<const uint16_t*>(w)[at]);
+        }
+    }
 }
 
 }  // namespace

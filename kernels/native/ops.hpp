@@ -19,11 +19,22 @@ struct QuantizedMatrix {
 };
 
 enum class Dense : int32_t { bf16 = 0, f16 = 1, f32 = 2 };
-enum class KvType : int32_t { bf16 = 0, fp8 = 1 };
+enum class KvType : int32_t { bf16 = 0, fp8 = 1, fp16 = 2 };
+
+// The seals of one layer; null where there are none. Sums are two times 32 bits, the first in the low half of a tag.
+struct LayerSeals {
+    uint64_t* tags;          // [num_pages, num_kv_heads]
+    const uint64_t* factor;  // [num_kv_heads]
+    const uint64_t* offset;  // [num_kv_heads]
+    const uint64_t* scales;  // [2]
+    const uint32_t* rows;    // [page_size + 1, 2]
+    const int16_t* k_words;  // [2, words of a head's keys in a page]
+    const int16_t* v_words;
+};
 
 struct KvLayer {
-    uint8_t* k;  // [num_pages, num_kv_heads, page_size, head_dim]
-    uint8_t* v;
+    uint8_t* k;  // [num_pages, num_kv_heads, head_dim, page_size]
+    uint8_t* v;  // [num_pages, num_kv_heads, page_size, head_dim]
     const float* k_scale;  // [num_kv_heads]
     const float* v_scale;
     int64_t num_pages;
@@ -31,11 +42,13 @@ struct KvLayer {
     int64_t page_size;
     int64_t head_dim;
     KvType type;
+    LayerSeals seals;
 };
 
 struct AttentionCall {
-    const float* q;  // [num_rows, num_heads, head_dim]
-    float* out;
+    const float* q;  // rows of [num_heads, head_dim], q_stride apart
+    int64_t q_stride;
+    float* out;  // [num_rows, num_heads, head_dim]
     const int32_t* page_table;  // [num_sequences, max_pages]
     const int32_t* row_sequence;
     const int32_t* row_position;
@@ -44,17 +57,31 @@ struct AttentionCall {
     int64_t max_pages;
     int64_t window;  // 0: none
     float softmax_scale;
+    // What the pages that are read must be sealed with; null if they aren't verified.
+    int64_t layer;
+    const uint64_t* page_keys;  // [num_sequences, max_pages]
+    const int32_t* num_tokens;  // [num_sequences]
+    int64_t* violations;        // [num_sequences]
 };
 
 struct Ops {
     const char* name;
-    void (*quantized_matmul)(const float* x, int64_t num_rows, const QuantizedMatrix& w, float* out);
-    void (*dense_matmul)(const float* x, int64_t m, const void* w, Dense type, int64_t n, int64_t k, float* out);
+    // out: rows that begin out_stride apart
+    void (*quantized_matmul)(const float* x, int64_t num_rows, const QuantizedMatrix& w, float* out, int64_t out_stride);
+    void (*dense_matmul)(const float* x, int64_t m, const void* w, Dense type, int64_t n, int64_t k, float* out, int64_t out_stride);
     void (*rms_norm)(const float* x, float* residual, const float* weight, float eps, int64_t rows, int64_t cols, float* out);
-    void (*rotary)(float* x, const int32_t* positions, const float* table, int64_t rows, int64_t heads, int64_t head_dim);
+    void (*rotary)(float* x, int64_t stride, const int32_t* positions, const float* table, int64_t rows, int64_t heads, int64_t head_dim);
     void (*silu_mul)(const float* gate, const float* up, int64_t stride, int64_t rows, int64_t cols, float* out);
-    void (*kv_write)(const float* k, const float* v, const int64_t* slots, int64_t rows, const KvLayer& layer);
+    void (*kv_write)(const float* k, const float* v, int64_t stride, const int64_t* slots, int64_t rows, const KvLayer& layer);
     void (*paged_attention)(const AttentionCall& call, const KvLayer& layer);
+    // Pages of all layers, which lie one behind the other from `first` on.
+    void (*open_pages)(const int64_t* pages, const uint64_t* page_keys, int64_t count, const KvLayer& first, int64_t num_layers);
+    void (*rekey_pages)(const int64_t* pages, const uint64_t* before, const uint64_t* after, int64_t count, const KvLayer& first,
+                        int64_t num_layers);
+    void (*verify_pages)(const int64_t* pages, const uint64_t* page_keys, const int64_t* num_tokens, int64_t count, int64_t* found,
+                         const KvLayer& first, int64_t num_layers);
+    void (*quantized_rows)(const QuantizedMatrix& w, const int64_t* ids, int64_t count, float* out);
+    void (*dense_rows)(const void* w, Dense type, int64_t k, const int64_t* ids, int64_t count, float* out);
 };
 
 const Ops& portable_ops();

@@ -7,6 +7,7 @@
 #include "attention.hpp"
 #include "dense_matmul.hpp"
 #include "ops.hpp"
+#include "page_seal.hpp"
 #include "quantized_matmul.hpp"
 #include "small_ops.hpp"
 
@@ -14,7 +15,7 @@ namespace sluicegate {
 
 const Ops& SLUICEGATE_OPS() {
     static const Ops ops{SLUICEGATE_OPS_NAME, quantized_matmul, dense_matmul, rms_norm, rotary,
-                         silu_mul, kv_write, paged_attention};
+                         silu_mul, kv_write, paged_attention, open_pages, rekey_pages, verify_pages, quantized_rows, dense_rows};
     return ops;
 }
 

@@ -16,15 +16,29 @@ namespace {
 
 // Activations as 16-bit codes, symmetric per row and group: x ~ code * scale, code = 256 * high + low. Eight bits would halve the work
 // and cost 4% of the logits' magnitude: hidden states have channels that are a hundred times larger than their neighbours.
-// `sum` is the exact sum of a group's codes.
+//
+// Rows lie in tiles as the products read them, so that one pointer walks through a tile: for each group the codes of each row (its high
+// bytes, then its low ones, never -128: AVX2 must be able to negate them), then each row's scale, then each row's sum of codes (exact),
+// then that sum times the scale.
 struct Activations {
-    std::vector<int8_t> high;    // [rows, cols]
-    std::vector<int8_t> low;     // [rows, cols], never -128: AVX2 must be able to negate it
-    std::vector<float> scale;    // [rows, groups]
-    std::vector<int32_t> sum;    // [rows, groups]
+    std::vector<uint8_t> bytes;
+    int64_t groups;
+    int group;
+
+    static constexpr int64_t kTile = 8;
+
+    // Rows of the tile that begins at `row` of `end`: as many as fit of 8, 4, 2, 1.
+    static int64_t tile_rows(int64_t row, int64_t end) {
+        const int64_t left = end - row;
+        return left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    }
+    int64_t row_bytes() const { return groups * (2 * group + 12); }
+    uint8_t* tile(int64_t row) { return bytes.data() + row * row_bytes(); }
+    const uint8_t* tile(int64_t row) const { return bytes.data() + row * row_bytes(); }
 };
 
 constexpr float kMaxCode = 127 * 256;
+constexpr int64_t kPieceBytes = 128 * 1024;
 
 inline void quantize_group(const float* x, int size, int8_t* high, int8_t* low, float* scale, int32_t* sum) {
     float amax = 0.0f;
@@ -56,22 +70,37 @@ inline void quantize_group(const float* x, int size, int8_t* high, int8_t* low, 
     *sum = total;
 }
 
+inline void quantize_tile(const float* x, int64_t num_rows, int64_t cols, Activations& a, uint8_t* to) {
+    const int group = a.group;
+    for (int64_t g = 0; g < a.groups; ++g) {
+        auto* scales = reinterpret_cast<float*>(to + num_rows * 2 * group);
+        auto* sums = reinterpret_cast<int32_t*>(scales + num_rows);
+        auto* offsets = scales + 2 * num_rows;
+        for (int64_t r = 0; r < num_rows; ++r) {
+            auto* high = reinterpret_cast<int8_t*>(to) + r * 2 * group;
+            quantize_group(x + r * cols + g * group, group, high, high + group, scales + r, sums + r);
+            offsets[r] = scales[r] * static_cast<float>(sums[r]);
+        }
+        to += num_rows * (2 * group + 12);
+    }
+}
+
 void quantize_rows(const float* x, int64_t rows, int64_t cols, int group, Activations& a) {
-    const int64_t groups = cols / group;
-    a.high.resize(static_cast<size_t>(rows * cols));
-    a.low.resize(static_cast<size_t>(rows * cols));
-    a.scale.resize(static_cast<size_t>(rows * groups));
-    a.sum.resize(static_cast<size_t>(rows * groups));
-    const auto body = [&](int64_t row, int) {
-        for (int64_t g = 0; g < groups; ++g) {
-            const int64_t at = row * cols + g * group;
-            quantize_group(x + at, group, &a.high[at], &a.low[at], &a.scale[row * groups + g], &a.sum[row * groups + g]);
+    a.groups = cols / group;
+    a.group = group;
+    a.bytes.resize(static_cast<size_t>(rows * a.row_bytes()));
+    const int64_t whole = rows / Activations::kTile;
+    const auto body = [&](int64_t tile, int) {
+        for (int64_t row = tile * Activations::kTile; row < std::min(rows, (tile + 1) * Activations::kTile);) {
+            const int64_t count = Activations::tile_rows(row, rows);
+            quantize_tile(x + row * cols, count, cols, a, a.tile(row));
+            row += count;
         }
     };
-    if (rows < 8) {
-        for (int64_t row = 0; row < rows; ++row) body(row, 0);
+    if (whole < 2) {
+        for (int64_t tile = 0; tile * Activations::kTile < rows; ++tile) body(tile, 0);
     } else {
-        ThreadPool::instance().run(rows, body);
+        ThreadPool::instance().run((rows + Activations::kTile - 1) / Activations::kTile, body);
     }
 }
 
@@ -96,79 +125,88 @@ inline void load_scales(const uint8_t* from, int scale_bytes, Floats& to) {
 
 #if defined(__AVX512VNNI__)
 
-// Dot products of kRows activation rows with a panel's 16 weight rows over one group.
-template <int kRows, int kBits>
-inline void dot_group(const uint8_t* codes, const int8_t* const* high, const int8_t* const* low, int num_quads,
-                      const int32_t* sums, __m512i* dots) {
-    __m512i tops[kRows];
-    for (int r = 0; r < kRows; ++r) {
-        tops[r] = _mm512_setzero_si512();
-        // 8-bit codes are stored + 128: take 128 times the activations' sum off again.
-        dots[r] = kBits == 8 ? _mm512_set1_epi32(-128 * sums[r]) : _mm512_setzero_si512();
-    }
-    const auto quad_of = [](const int8_t* from) {
-        int32_t four;
-        std::memcpy(&four, from, 4);
-        return _mm512_set1_epi32(four);
-    };
-    const auto add = [&](__m512i weights, int quad) {
-        for (int r = 0; r < kRows; ++r) {
-            tops[r] = _mm512_dpbusd_epi32(tops[r], weights, quad_of(high[r] + kQuad * quad));
-            dots[r] = _mm512_dpbusd_epi32(dots[r], weights, quad_of(low[r] + kQuad * quad));
-        }
-    };
-    if constexpr (kBits == 4) {
-        const __m512i mask = _mm512_set1_epi8(0x0f);
-        for (int quad = 0; quad < num_quads; quad += 2, codes += 64) {
-            const __m512i both = _mm512_loadu_si512(codes);
-            add(_mm512_and_si512(both, mask), quad);
-            add(_mm512_and_si512(_mm512_srli_epi16(both, 4), mask), quad + 1);
-        }
-    } else {
-        for (int quad = 0; quad < num_quads; ++quad, codes += 64) add(_mm512_loadu_si512(codes), quad);
-    }
-    for (int r = 0; r < kRows; ++r) dots[r] = _mm512_add_epi32(dots[r], _mm512_slli_epi32(tops[r], 8));
+inline __m512i four_codes(const uint8_t* from) {
+    int32_t four;
+    std::memcpy(&four, from, 4);
+    return _mm512_set1_epi32(four);
 }
 
+// 32 columns of a panel as 8 vectors of bytes.
+template <int kBits>
+inline void unpack(const uint8_t* codes, __m512i* weights) {
+    if constexpr (kBits == 4) {
+        const __m512i mask = _mm512_set1_epi8(0x0f);
+        for (int pair = 0; pair < 4; ++pair) {
+            const __m512i both = _mm512_loadu_si512(codes + 64 * pair);
+            weights[2 * pair] = _mm512_and_si512(both, mask);
+            weights[2 * pair + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+        }
+    } else {
+        for (int quad = 0; quad < 8; ++quad) weights[quad] = _mm512_loadu_si512(codes + 64 * quad);
+    }
+}
+
+// A panel's 16 outputs for kRows rows. Weights stay in registers while the rows pass by.
 template <int kRows, int kBits>
-void panel_rows(const uint8_t* panel, const QuantizedMatrix& w, const Activations& act, int64_t row, float* out, int64_t n) {
-    const int64_t groups = w.num_cols / w.group_size;
-    const int64_t code_bytes = static_cast<int64_t>(w.group_size) * kLanes * kBits / 8;
-    const int64_t scales = kLanes * w.scale_bytes;
+void panel_rows(const uint8_t* panel, const QuantizedMatrix& w, const uint8_t* tile, float* out, int64_t stride, int64_t n) {
+    const int group = w.group_size, code_bytes = group * kLanes * kBits / 8, scales = kLanes * w.scale_bytes;
+    const int64_t groups = w.num_cols / group;
     __m512 y[kRows];
     for (int r = 0; r < kRows; ++r) y[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; ++g) {
-        const int8_t* high[kRows];
-        const int8_t* low[kRows];
-        int32_t sums[kRows];
-        for (int r = 0; r < kRows; ++r) {
-            high[r] = &act.high[(row + r) * w.num_cols + g * w.group_size];
-            low[r] = &act.low[(row + r) * w.num_cols + g * w.group_size];
-            sums[r] = act.sum[(row + r) * groups + g];
-        }
-        __m512i dots[kRows];
-        dot_group<kRows, kBits>(panel, high, low, w.group_size / kQuad, sums, dots);
+        const uint8_t* steps = tile + kRows * 2 * group;
+        const auto* sums = reinterpret_cast<const int32_t*>(steps + 4 * kRows);
         Floats s, m;
         load_scales(panel + code_bytes, w.scale_bytes, s);
-        const __m512 scale = _mm512_load_ps(s.v);
-        __m512 minimum = _mm512_setzero_ps();
-        if (w.has_minimum) {
-            load_scales(panel + code_bytes + scales, w.scale_bytes, m);
-            minimum = _mm512_load_ps(m.v);
-        }
-        for (int r = 0; r < kRows; ++r) {
-            const float step = act.scale[(row + r) * groups + g];
-            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(step));
-            y[r] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(dots[r]), y[r]);
+        if (w.has_minimum) load_scales(panel + code_bytes + scales, w.scale_bytes, m);
+        const __m512 scale = _mm512_load_ps(s.v), minimum = _mm512_load_ps(m.v);
+        const auto finish = [&](int r, __m512i dots) {
+            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(reinterpret_cast<const float*>(steps)[r]));
+            y[r] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(dots), y[r]);
             if (w.has_minimum) {
-                const float sum = step * static_cast<float>(act.sum[(row + r) * groups + g]);
-                y[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(sum), y[r]);
+                y[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(reinterpret_cast<const float*>(sums + kRows)[r]), y[r]);
             }
+        };
+        // 8-bit codes are stored + 128: take 128 times the activations' sum off again.
+        const auto start = [&](int r) { return kBits == 8 ? _mm512_set1_epi32(-128 * sums[r]) : _mm512_setzero_si512(); };
+        if (group == 32) {
+            __m512i weights[8];
+            unpack<kBits>(panel, weights);
+            for (int r = 0; r < kRows; ++r) {
+                const uint8_t* codes = tile + r * 64;
+                __m512i tops = _mm512_setzero_si512(), dots = start(r);
+                for (int quad = 0; quad < 8; ++quad) {
+                    tops = _mm512_dpbusd_epi32(tops, weights[quad], four_codes(codes + kQuad * quad));
+                    dots = _mm512_dpbusd_epi32(dots, weights[quad], four_codes(codes + 32 + kQuad * quad));
+                }
+                finish(r, _mm512_add_epi32(dots, _mm512_slli_epi32(tops, 8)));
+            }
+        } else {
+            __m512i tops[kRows], dots[kRows];
+            for (int r = 0; r < kRows; ++r) {
+                tops[r] = _mm512_setzero_si512();
+                dots[r] = start(r);
+            }
+            const int quads = std::min(8, group / kQuad);
+            for (int first = 0; first < group; first += 32) {
+                __m512i weights[8];
+                if (quads == 8) unpack<kBits>(panel + first * kLanes * kBits / 8, weights);
+                else for (int quad = 0; quad < quads; ++quad) weights[quad] = _mm512_loadu_si512(panel + 64 * quad);
+                for (int r = 0; r < kRows; ++r) {
+                    const uint8_t* codes = tile + r * 2 * group + first;
+                    for (int quad = 0; quad < quads; ++quad) {
+                        tops[r] = _mm512_dpbusd_epi32(tops[r], weights[quad], four_codes(codes + kQuad * quad));
+                        dots[r] = _mm512_dpbusd_epi32(dots[r], weights[quad], four_codes(codes + group + kQuad * quad));
+                    }
+                }
+            }
+            for (int r = 0; r < kRows; ++r) finish(r, _mm512_add_epi32(dots[r], _mm512_slli_epi32(tops[r], 8)));
         }
         panel += code_bytes + scales * (w.has_minimum ? 2 : 1);
+        tile += kRows * (2 * group + 12);
     }
     const auto mask = static_cast<__mmask16>(n >= kLanes ? 0xffff : (1 << n) - 1);
-    for (int r = 0; r < kRows; ++r) _mm512_mask_storeu_ps(out + r * w.num_rows, mask, y[r]);
+    for (int r = 0; r < kRows; ++r) _mm512_mask_storeu_ps(out + r * stride, mask, y[r]);
 }
 
 #else
@@ -235,56 +273,51 @@ inline void dot_panel(const uint8_t* codes, const int8_t* a, int num_quads, Ints
 #endif
 
 template <int kRows, int kBits>
-void panel_rows(const uint8_t* panel, const QuantizedMatrix& w, const Activations& act, int64_t row, float* out, int64_t n) {
-    const int64_t groups = w.num_cols / w.group_size;
-    const int64_t code_bytes = static_cast<int64_t>(w.group_size) * kLanes * kBits / 8;
+void panel_rows(const uint8_t* panel, const QuantizedMatrix& w, const uint8_t* tile, float* out, int64_t stride, int64_t n) {
+    const int group = w.group_size;
+    const int64_t groups = w.num_cols / group;
+    const int64_t code_bytes = static_cast<int64_t>(group) * kLanes * kBits / 8;
     const int64_t scales = kLanes * w.scale_bytes;
     Floats y[kRows] = {};
     for (int64_t g = 0; g < groups; ++g) {
+        const auto* steps = reinterpret_cast<const float*>(tile + kRows * 2 * group);
+        const float* offsets = steps + 2 * kRows;
         Floats scale, minimum = {};
         load_scales(panel + code_bytes, w.scale_bytes, scale);
         if (w.has_minimum) load_scales(panel + code_bytes + scales, w.scale_bytes, minimum);
         for (int r = 0; r < kRows; ++r) {
             Ints tops, dots;
-            const int64_t at = (row + r) * w.num_cols + g * w.group_size;
-            dot_panel<kBits>(panel, &act.high[at], w.group_size / kQuad, tops);
-            dot_panel<kBits>(panel, &act.low[at], w.group_size / kQuad, dots);
+            const auto* high = reinterpret_cast<const int8_t*>(tile) + r * 2 * group;
+            dot_panel<kBits>(panel, high, group / kQuad, tops);
+            dot_panel<kBits>(panel, high + group, group / kQuad, dots);
             for (int i = 0; i < kLanes; ++i) dots.v[i] += tops.v[i] * 256;
-            const float step = act.scale[(row + r) * groups + g];
-            const float sum = step * static_cast<float>(act.sum[(row + r) * groups + g]);
             for (int i = 0; i < kLanes; ++i) {
-                y[r].v[i] = __builtin_fmaf(scale.v[i] * step, static_cast<float>(dots.v[i]), y[r].v[i]);
+                y[r].v[i] = __builtin_fmaf(scale.v[i] * steps[r], static_cast<float>(dots.v[i]), y[r].v[i]);
             }
             if (w.has_minimum) {
-                for (int i = 0; i < kLanes; ++i) y[r].v[i] = __builtin_fmaf(minimum.v[i], sum, y[r].v[i]);
+                for (int i = 0; i < kLanes; ++i) y[r].v[i] = __builtin_fmaf(minimum.v[i], offsets[r], y[r].v[i]);
             }
         }
         panel += code_bytes + scales * (w.has_minimum ? 2 : 1);
+        tile += kRows * (2 * group + 12);
     }
     for (int r = 0; r < kRows; ++r) {
-        for (int64_t i = 0; i < std::min<int64_t>(n, kLanes); ++i) out[r * w.num_rows + i] = y[r].v[i];
+        for (int64_t i = 0; i < std::min<int64_t>(n, kLanes); ++i) out[r * stride + i] = y[r].v[i];
     }
 }
 
 #endif
 
 template <int kBits>
-void panel_block(const uint8_t* panel, const QuantizedMatrix& w, const Activations& act, int64_t row, int64_t end, float* out,
-                 int64_t n) {
-    constexpr int kTile = 8;
-    for (; row + kTile <= end; row += kTile) panel_rows<kTile, kBits>(panel, w, act, row, out + row * w.num_rows, n);
-    if (row + 4 <= end) {
-        panel_rows<4, kBits>(panel, w, act, row, out + row * w.num_rows, n);
-        row += 4;
-    }
-    if (row + 2 <= end) {
-        panel_rows<2, kBits>(panel, w, act, row, out + row * w.num_rows, n);
-        row += 2;
-    }
-    if (row < end) panel_rows<1, kBits>(panel, w, act, row, out + row * w.num_rows, n);
+void panel_tile(const uint8_t* panel, const QuantizedMatrix& w, const uint8_t* tile, int64_t rows, float* out, int64_t stride, int64_t n) {
+    if (rows == 8) panel_rows<8, kBits>(panel, w, tile, out, stride, n);
+    else if (rows == 4) panel_rows<4, kBits>(panel, w, tile, out, stride, n);
+    else if (rows == 2) panel_rows<2, kBits>(panel, w, tile, out, stride, n);
+    else panel_rows<1, kBits>(panel, w, tile, out, stride, n);
 }
 
-void quantized_matmul(const float* x, int64_t num_rows, const QuantizedMatrix& w, float* out) {
+// out [num_rows, stride]: the first w.num_rows columns are written.
+void quantized_matmul(const float* x, int64_t num_rows, const QuantizedMatrix& w, float* out, int64_t stride) {
     thread_local Activations act;
     quantize_rows(x, num_rows, w.num_cols, w.group_size, act);
     const Activations& activations = act;  // the caller's, not each pool thread's own
@@ -292,19 +325,24 @@ void quantized_matmul(const float* x, int64_t num_rows, const QuantizedMatrix& w
     const int64_t group_bytes = static_cast<int64_t>(w.group_size) * kLanes * w.bits / 8 +
                                 kLanes * w.scale_bytes * (w.has_minimum ? 2 : 1);
     const int64_t panel_bytes = group_bytes * (w.num_cols / w.group_size);
-    // Few pieces for a single row, where each is short; more where their sizes can be evened out.
-    const int64_t pieces = std::min<int64_t>(panels, ThreadPool::instance().size() * (num_rows < 4 ? 2 : 8));
-    for (int64_t block = 0; block < num_rows; block += kRowBlock) {
-        const int64_t end = std::min(num_rows, block + kRowBlock);
-        ThreadPool::instance().run(pieces, [&](int64_t piece, int) {
+    // Few pieces for a single row, where each is short; else as many as leave a piece's weights in the second-level cache, or can be evened out.
+    const int64_t threads = ThreadPool::instance().size();
+    const int64_t wanted = num_rows < 4 ? threads * 2 : std::max(threads * 8, panels * panel_bytes / kPieceBytes);
+    const int64_t pieces = std::min<int64_t>(panels, wanted);
+    ThreadPool::instance().run(pieces, [&](int64_t piece, int) {
+        for (int64_t row = 0; row < num_rows;) {
+            const int64_t count = Activations::tile_rows(row, num_rows);
+            const uint8_t* tile = activations.tile(row);
             for (int64_t p = panels * piece / pieces; p < panels * (piece + 1) / pieces; ++p) {
                 const uint8_t* panel = w.packed + p * panel_bytes;
+                float* to = out + row * stride + p * kLanes;
                 const int64_t n = w.num_rows - p * kLanes;
-                if (w.bits == 4) panel_block<4>(panel, w, activations, block, end, out + p * kLanes, n);
-                else panel_block<8>(panel, w, activations, block, end, out + p * kLanes, n);
+                if (w.bits == 4) panel_tile<4>(panel, w, tile, count, to, stride, n);
+                else panel_tile<8>(panel, w, tile, count, to, stride, n);
             }
-        });
-    }
+            row += count;
+        }
+    });
 }
 
 }  // namespace

@@ -4,11 +4,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "lanes.hpp"
 #include "ops.hpp"
+#include "page_seal.hpp"
 #include "thread_pool.hpp"
 
 namespace sluicegate {
@@ -46,13 +47,13 @@ void rms_norm(const float* x, float* residual, const float* weight, float eps, i
 }
 
 // table: [positions, 2, head_dim / 2], cosines then sines
-void rotary(float* x, const int32_t* positions, const float* table, int64_t rows, int64_t heads, int64_t head_dim) {
+void rotary(float* x, int64_t stride, const int32_t* positions, const float* table, int64_t rows, int64_t heads, int64_t head_dim) {
     const int64_t half = head_dim / 2;
     for_rows(rows, heads * head_dim, [=](int64_t row) {
         const float* cosines = table + static_cast<int64_t>(positions[row]) * head_dim;
         const float* sines = cosines + half;
         for (int64_t head = 0; head < heads; ++head) {
-            float* a = x + (row * heads + head) * head_dim;
+            float* a = x + row * stride + head * head_dim;
             float* b = a + half;
             for (int64_t i = 0; i < half; ++i) {
                 const float first = a[i], second = b[i];
@@ -78,27 +79,80 @@ void silu_mul(const float* gate, const float* up, int64_t stride, int64_t rows, 
     });
 }
 
-void kv_write(const float* k, const float* v, const int64_t* slots, int64_t rows, const KvLayer& layer) {
-    const int64_t heads = layer.num_kv_heads, dim = layer.head_dim;
-    const auto store = [&](const float* from, float scale, uint8_t* base, int64_t index) {
-        if (layer.type == KvType::bf16) {
-            auto* to = reinterpret_cast<uint16_t*>(base) + index;
-            for (int64_t i = 0; i < dim; ++i) to[i] = float_to_bf16(from[i] / scale);
+// A row of one head, encoded.
+template <KvType kType>
+inline void encode(const float* from, float scale, int64_t dim, uint8_t* to) {
+    auto* wide = reinterpret_cast<uint16_t*>(to);
+    constexpr float kLimit = kType == KvType::fp8 ? 448.0f : 65504.0f;
+    for (int64_t i = 0; i < dim; ++i) {
+        const float value = from[i] / scale;
+        if constexpr (kType == KvType::bf16) {
+            wide[i] = float_to_bf16(value);
         } else {
-            uint8_t* to = base + index;
-            for (int64_t i = 0; i < dim; ++i) {
-                const float value = from[i] / scale;
-                to[i] = float_to_e4m3(value > 448.0f ? 448.0f : (value < -448.0f ? -448.0f : value));
-            }
+            const float clamped = value > kLimit ? kLimit : (value < -kLimit ? -kLimit : value);
+            if constexpr (kType == KvType::fp16) wide[i] = float_to_half(clamped);
+            else to[i] = float_to_e4m3(clamped);
         }
-    };
+    }
+}
+
+template <KvType kType>
+void kv_write_typed(const float* k, const float* v, int64_t stride, const int64_t* slots, int64_t rows, const KvLayer& layer) {
+    using Stored = std::conditional_t<kType == KvType::fp8, uint8_t, uint16_t>;
+    const int64_t heads = layer.num_kv_heads, dim = layer.head_dim, page_size = layer.page_size;
     for_rows(rows, heads * dim * 8, [&](int64_t row) {
         if (slots[row] < 0) return;
-        const int64_t page = slots[row] / layer.page_size, offset = slots[row] % layer.page_size;
+        const int64_t page = slots[row] / page_size, offset = slots[row] % page_size;
+        alignas(64) Stored key[256];
+        const bool has_seals = layer.seals.tags != nullptr;
         for (int64_t head = 0; head < heads; ++head) {
-            const int64_t index = ((page * heads + head) * layer.page_size + offset) * dim;
-            store(k + (row * heads + head) * dim, layer.k_scale[head], layer.k, index);
-            store(v + (row * heads + head) * dim, layer.v_scale[head], layer.v, index);
+            const int64_t first = (page * heads + head) * page_size * dim;
+            const auto sums = [&] {
+                return row_sums(layer, reinterpret_cast<const Stored*>(layer.k) + first, reinterpret_cast<const Stored*>(layer.v) + first, offset);
+            };
+            const Sums before = has_seals ? sums() : Sums{};
+            encode<kType>(k + row * stride + head * dim, layer.k_scale[head], dim, reinterpret_cast<uint8_t*>(key));
+            Stored* keys = reinterpret_cast<Stored*>(layer.k) + first + offset;
+            for (int64_t i = 0; i < dim; ++i) keys[i * page_size] = key[i];
+            auto* values = reinterpret_cast<uint8_t*>(reinterpret_cast<Stored*>(layer.v) + first + offset * dim);
+            encode<kType>(v + row * stride + head * dim, layer.v_scale[head], dim, values);
+            if (has_seals) {
+                const uint32_t* rows = layer.seals.rows + 2 * offset;
+                Sums change = sums();
+                change += {rows[2] - rows[0] - before.first, rows[3] - rows[1] - before.second};
+                add_to_tag(layer, page, head, change);
+            }
+        }
+    });
+}
+
+void kv_write(const float* k, const float* v, int64_t stride, const int64_t* slots, int64_t rows, const KvLayer& layer) {
+    if (layer.type == KvType::bf16) kv_write_typed<KvType::bf16>(k, v, stride, slots, rows, layer);
+    else if (layer.type == KvType::fp16) kv_write_typed<KvType::fp16>(k, v, stride, slots, rows, layer);
+    else kv_write_typed<KvType::fp8>(k, v, stride, slots, rows, layer);
+}
+
+// Rows of a quantized matrix, dequantized.
+void quantized_rows(const QuantizedMatrix& w, const int64_t* ids, int64_t count, float* out) {
+    const int64_t group = w.group_size, groups = w.num_cols / group, code_bytes = group * kLanes * w.bits / 8;
+    const int64_t scales = kLanes * w.scale_bytes, group_bytes = code_bytes + scales * (w.has_minimum ? 2 : 1);
+    const auto number = [&](const uint8_t* from, int64_t lane) {
+        if (w.scale_bytes == 2) return half_to_float(reinterpret_cast<const uint16_t*>(from)[lane]);
+        return reinterpret_cast<const float*>(from)[lane];
+    };
+    for_rows(count, w.num_cols * 8, [&](int64_t row) {
+        const int64_t lane = ids[row] % kLanes;
+        const uint8_t* from = w.packed + ids[row] / kLanes * groups * group_bytes;
+        for (int64_t g = 0; g < groups; ++g, from += group_bytes) {
+            const float scale = number(from + code_bytes, lane);
+            const float minimum = w.has_minimum ? number(from + code_bytes + scales, lane) : 0.0f;
+            for (int64_t i = 0; i < group; ++i) {
+                const int64_t quad = i / kQuad;
+                const int32_t byte = from[64 * (w.bits == 4 ? quad / 2 : quad) + lane * kQuad + i % kQuad];
+                const int32_t code = w.bits == 8 ? byte - 128 : (quad & 1 ? byte >> 4 : byte & 15);
+                const float value = static_cast<float>(code) * scale;
+                out[row * w.num_cols + g * group + i] = w.has_minimum ? value + minimum : value;
+            }
         }
     });
 }

@@ -3,11 +3,12 @@
 import torch
 
 from kernels.backend import Backend
-from kernels.checks import check_tensor, output, sizes
+from kernels.checks import check_rows, check_tensor, output, sizes
 from kernels.errors import KernelError
 from kernels.kv_pool import AttentionRows, KvPool
-from kernels.kv_write import native_layer
+from kernels.native_pool import native_layer
 from kernels.paged_attention.ref import paged_attention_ref
+from kernels.seals import SealCheck
 
 
 def paged_attention(
@@ -18,6 +19,7 @@ def paged_attention(
     *,
     softmax_scale: float,
     window: int | None = None,
+    seal_check: SealCheck | None = None,
     out: torch.Tensor | None = None,
     backend: Backend,
 ) -> torch.Tensor:
@@ -25,11 +27,12 @@ def paged_attention(
 
     Keys and values are always the stored ones, so `kv_write` comes first. The sum over keys runs over fixed ranges of 128, merged in
     order (online softmax, Milakov and Gimelshein 2018), whether ranges are computed by one thread or several. Nothing beyond a row's own
-    position enters its arithmetic. `rows.check` must have passed for this pool.
+    position enters its arithmetic. With `seal_check` every page is verified in the pass that reads it; what is found is noted in
+    `seal_check.violations`, and rows of that sequence mean nothing. Rows of q may lie further apart than they are long. `rows.check` must have passed for this pool.
     """
     layout = pool.layout
     num_rows, num_heads, dim = sizes("paged_attention", "q", q, 3)
-    check_tensor("paged_attention", "q", q, torch.float32, (len(rows.row_sequence), None, layout.head_dim))
+    stride = check_rows("paged_attention", "q", q, (len(rows.row_sequence), None, layout.head_dim))
     if num_heads % layout.num_kv_heads:
         raise KernelError(f"paged_attention: {num_heads} heads are no multiple of {layout.num_kv_heads} kv heads")
     if window is not None and window < 1:
@@ -38,13 +41,24 @@ def paged_attention(
         raise KernelError(f"paged_attention: layer must be in [0, {layout.num_layers}), got {layer}")
     result = output("paged_attention", out, (num_rows, num_heads, dim))
     if backend is Backend.REF:
-        return result.copy_(paged_attention_ref(q, pool, layer, rows, softmax_scale, window))
+        return result.copy_(paged_attention_ref(q, pool, layer, rows, softmax_scale, window, seal_check))
     from kernels import _native
 
     table = rows.page_table
+    expected = (0, 0, 0) if seal_check is None else _addresses(seal_check, rows, pool)
     _native.paged_attention(
-        q.data_ptr(), result.data_ptr(), table.data_ptr(), rows.row_sequence.data_ptr(),
+        q.data_ptr(), stride, result.data_ptr(), table.data_ptr(), rows.row_sequence.data_ptr(),
         rows.row_position.data_ptr(), num_rows, num_heads, table.shape[1], window or 0, softmax_scale,
-        *native_layer(pool, layer),
+        layer, *expected, native_layer(pool, layer),
     )  # fmt: skip
     return result
+
+
+def _addresses(check: SealCheck, rows: AttentionRows, pool: KvPool) -> tuple[int, int, int]:
+    if pool.seals is None:
+        raise KernelError("paged_attention: the pool has no seals to check")
+    num_sequences = len(rows.page_table)
+    check_tensor("paged_attention", "page_keys", check.page_keys, torch.int64, tuple(rows.page_table.shape))
+    check_tensor("paged_attention", "num_tokens", check.num_tokens, torch.int32, (num_sequences,))
+    check_tensor("paged_attention", "violations", check.violations, torch.int64, (num_sequences,))
+    return check.page_keys.data_ptr(), check.num_tokens.data_ptr(), check.violations.data_ptr()

@@ -3,17 +3,20 @@
 import torch
 
 from kernels.backend import Backend
-from kernels.checks import check_tensor, sizes
+from kernels.checks import check_rows, check_tensor, sizes
 from kernels.errors import KernelError
 from kernels.rotary.ref import rotary_ref
 
 
 def rotary(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, backend: Backend) -> None:
-    """Rotate x float32 [T, heads, D] in place by positions int32 [T]; `table` is rotary_table's float32 [positions, 2, D/2]."""
+    """Rotate x float32 [T, heads, D] in place by positions int32 [T]; `table` is rotary_table's float32 [positions, 2, D/2].
+
+    Rows of x may lie further apart than they are long.
+    """
     rows, heads, dim = sizes("rotary", "x", x, 3)
     if dim % 2:
         raise KernelError(f"rotary: x must have an even head size, got {dim}")
-    check_tensor("rotary", "x", x, torch.float32, (None, None, dim))
+    stride = check_rows("rotary", "x", x, (None, None, dim))
     check_tensor("rotary", "positions", positions, torch.int32, (rows,))
     check_tensor("rotary", "table", table, torch.float32, (None, 2, dim // 2))
     numbers = positions.numpy()
@@ -24,4 +27,4 @@ def rotary(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, bac
         return
     from kernels import _native
 
-    _native.rotary(x.data_ptr(), positions.data_ptr(), table.data_ptr(), rows, heads, dim)
+    _native.rotary(x.data_ptr(), stride, positions.data_ptr(), table.data_ptr(), rows, heads, dim)

@@ -27,7 +27,7 @@ FORBIDDEN = {
     "worker": {"aiohttp", "jinja2", "transformers"},
     "sluicegate": {"torch", "transformers"},
 }
-TORCH_FREE = ("worker/scheduler.py", "worker/fairness.py", "worker/cache/page_pool.py", "worker/cache/prefix_index.py",
+TORCH_FREE = ("worker/scheduler.py", "worker/engine.py", "worker/executor.py", "worker/process.py", "worker/synthetic/executor.py", "worker/fairness.py", "worker/cache/page_pool.py", "worker/cache/prefix_index.py",
               "worker/cache/page_cache.py", "worker/cache/namespace.py")  # fmt: skip
 
 
@@ -101,7 +101,16 @@ def test_our_kernels_package_is_the_one_imported() -> None:
 
 def test_every_package_lists_its_files() -> None:
     """A package's docstring names each of its modules, so that a reader knows where to go."""
-    for package in ("gateway", "worker", "protocol", "sluicegate", "worker/cache", "worker/model", "gateway/intake"):
+    for package in (
+        "gateway",
+        "worker",
+        "protocol",
+        "sluicegate",
+        "worker/cache",
+        "worker/model",
+        "worker/synthetic",
+        "gateway/intake",
+    ):
         text = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text())) or ""
         for path in (ROOT / package).glob("*.py"):
             if path.stem not in {"__init__", "__main__"}:

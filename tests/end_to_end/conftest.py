@@ -97,7 +97,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Itera
 
 
 @pytest.fixture
-def new_stack(tmp_path: Path, smollm2_path: Path) -> Iterator[Callable[..., Stack]]:
+def new_stack(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
     """Starts stacks of the test's own, and stops those that still run."""
     started: list[Stack] = []
 
@@ -108,3 +108,16 @@ def new_stack(tmp_path: Path, smollm2_path: Path) -> Iterator[Callable[..., Stac
     yield make
     for running in started:
         stop(running)
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool], float], None]:
+    """Waits for the state of other processes."""
+
+    def until(condition: Callable[[], bool], timeout_s: float) -> None:
+        end_s = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < end_s, "the condition did not come to hold in time"
+            time.sleep(0.1)
+
+    return until

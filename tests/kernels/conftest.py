@@ -192,7 +192,11 @@ class PagedCase:
 
 def _through_storage(values: torch.Tensor, scale: torch.Tensor, dtype: str) -> torch.Tensor:
     scaled = values / scale.view(1, -1, 1)
-    narrow = scaled.bfloat16() if dtype == "bf16" else scaled.clamp(-448, 448).to(torch.float8_e4m3fn)
+    narrow = {
+        "bf16": scaled.bfloat16,
+        "fp16": scaled.clamp(-65504, 65504).half,
+        "fp8": lambda: scaled.clamp(-448, 448).to(torch.float8_e4m3fn),
+    }[dtype]()
     return narrow.double() * scale.double().view(1, -1, 1)
 
 

@@ -135,10 +135,10 @@ def test_silu_mul_checks(backend, word, gate_up, out):
 @pytest.mark.parametrize(
     "ids", [torch.tensor([20]), torch.tensor([-1]), torch.tensor([0], dtype=torch.int32), torch.tensor([[0]])]
 )
-def test_embedding_checks_ids(make_int4, ids):
+def test_embedding_checks_ids(backend, make_int4, ids):
     """Ids outside the matrix, of another type or shape."""
     with pytest.raises(KernelError, match=r"^embedding: ids "):
-        embedding(ids, make_int4(20, 64))
+        embedding(ids, make_int4(20, 64), backend=backend)
 
 
 @pytest.fixture

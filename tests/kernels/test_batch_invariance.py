@@ -161,7 +161,7 @@ def test_attention_on_any_instruction_set(on_each_isa, attention):
         assert torch.equal(results[0], other)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
 def test_pages_change_no_bit(backend, dtype):
     """Where a sequence's tokens lie, and how many share a page, is no input to its result."""
     k, v, q = torch.randn(150, 2, 16), torch.randn(150, 2, 16), torch.randn(1, 4, 16)

@@ -33,7 +33,7 @@ def write_one_head(values: torch.Tensor, dtype: str, backend, scale: float = 1.0
     scales = torch.full((1, 1), scale)
     pool = KvPool.allocate(KvLayout(1, len(padded), 1, 8, 1, dtype), scales, scales)
     kv_write(padded, -padded, torch.arange(len(padded)), pool, 0, backend=backend)
-    return pool.k.flatten()[: len(values)]
+    return pool.k_rows.flatten()[: len(values)]
 
 
 def test_fp8_rounds_to_nearest_even_and_clamps(backend):
@@ -63,6 +63,20 @@ def test_bf16_rounds_to_nearest_even(backend):
     assert torch.equal(values.to(torch.bfloat16).view(torch.int16), stored.view(torch.int16))
 
 
+def test_fp16_rounds_to_nearest_even_and_clamps(backend):
+    """Each number is stored as torch's cast of the clamped value: halves of a step, subnormals and their borders, overflow, zeros, NaN."""
+    halves = torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    halves = halves[torch.isfinite(halves)]
+    between = (halves[1:] + halves[:-1]) / 2
+    edges = torch.cat([halves, between, between.nextafter(torch.tensor(1e9)), between.nextafter(torch.tensor(0.0))])
+    values = torch.cat(
+        [edges, -edges, random_floats(8192), torch.tensor([65519.9, 65520.0, 1e9, float("inf"), float("nan")])]
+    )
+    expected = values.clamp(-65504, 65504).half()
+    stored = write_one_head(values, "fp16", backend)
+    assert torch.equal(expected.nan_to_num(1.5).view(torch.int16), stored.nan_to_num(1.5).view(torch.int16))
+
+
 @pytest.mark.parametrize("scale", [2.0**-6, 0.3, 1.0, 7.0])
 def test_fp8_divides_by_the_scale(backend, scale):
     """Codes are those of value / scale, so that the largest value that fits is 448 times the scale."""
@@ -71,7 +85,7 @@ def test_fp8_divides_by_the_scale(backend, scale):
     assert torch.equal(expected, write_one_head(values, "fp8", backend, scale))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
 @pytest.mark.parametrize(
     ("heads", "dim", "page_size"), [(1, 8, 1), (2, 64, 2), (3, 64, 16), (8, 8, 8), (5, 24, 64), (2, 256, 4)]
 )
@@ -82,7 +96,7 @@ def test_rows_land_in_their_slots_and_nowhere_else(backend, heads, dim, page_siz
     pool = KvPool.allocate(layout, head_scales, head_scales.flip(1))
     pool.k.view(torch.uint8).fill_(0x5A)
     pool.v.view(torch.uint8).fill_(0xA5)
-    expected_k, expected_v = pool.k.clone(), pool.v.clone()
+    expected_k, expected_v = pool.k_rows.clone(memory_format=torch.contiguous_format), pool.v.clone()
     slots = torch.randperm(7 * page_size)[: 7 * page_size // 2 + 1]
     slots[::3] = -1
     k, v = torch.randn(len(slots), heads, dim), torch.randn(len(slots), heads, dim)
@@ -92,10 +106,11 @@ def test_rows_land_in_their_slots_and_nowhere_else(backend, heads, dim, page_siz
         for head in range(heads):
             for source, scale, target in ((k, pool.k_scale, expected_k), (v, pool.v_scale, expected_v)):
                 scaled = source[row, head] / scale[1, head]
-                code = scaled.bfloat16() if dtype == "bf16" else scaled.clamp(-448, 448).to(E4M3).view(torch.uint8)
+                stored = {"bf16": scaled.bfloat16, "fp16": scaled.half}
+                code = stored[dtype]() if dtype in stored else scaled.clamp(-448, 448).to(E4M3).view(torch.uint8)
                 target[1, slot // page_size, head, slot % page_size] = code
     kv_write(k, v, slots, pool, 1, backend=backend)
-    assert torch.equal(expected_k.view(torch.uint8), pool.k.view(torch.uint8))
+    assert torch.equal(expected_k.view(torch.uint8), pool.k_rows.contiguous().view(torch.uint8))
     assert torch.equal(expected_v.view(torch.uint8), pool.v.view(torch.uint8))
 
 
@@ -104,9 +119,9 @@ def test_many_rows(backend):
     pool = KvPool.allocate(KvLayout(1, 100, 3, 64, 16, "bf16"))
     k = torch.randn(1500, 3, 64)
     kv_write(k, -k, torch.arange(1500) + 7, pool, 0, backend=backend)
-    stored = pool.k[0].permute(0, 2, 1, 3).reshape(1600, 3, 64)
+    stored = pool.k_rows[0].permute(0, 2, 1, 3).reshape(1600, 3, 64)
     assert torch.equal(k.bfloat16(), stored[7:1507])
-    assert torch.equal(-pool.k, pool.v)
+    assert torch.equal(-pool.k_rows, pool.v)
 
 
 def test_page_size_of_a_pool_is_explicit():
@@ -152,7 +167,7 @@ def test_scales_of_another_shape_are_refused(scale):
         ("head_dim", (1, 1, 1, 264, 16, "bf16")),
         ("positive", (1, 0, 1, 64, 16, "bf16")),
         ("positive", (1, 1, 1, 64, 0, "bf16")),
-        ("dtype", (1, 1, 1, 64, 16, "fp16")),
+        ("dtype", (1, 1, 1, 64, 16, "fp4")),
     ],
 )
 def test_bad_layouts_are_refused(word, sizes):

@@ -7,7 +7,7 @@ from kernels.kv_pool import AttentionRows, KvLayout, KvPool
 from kernels.paged_attention import paged_attention
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("page_size", [1, 2, 16, 64])
 @pytest.mark.parametrize(
     ("kv_heads", "ratio", "dim"), [(3, 3, 64), (1, 1, 8), (2, 7, 24), (8, 1, 8), (1, 4, 80), (1, 2, 256)]
@@ -18,7 +18,7 @@ def test_layouts(backend, check_close, make_paged, kv_heads, ratio, dim, page_si
     check_close("paged_attention", case.attend(backend), case.exact())
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("length", [127, 128, 129, 300])
 def test_several_ranges_of_keys(backend, check_close, make_paged, length, dtype):
     """Sequences that end before, at and after the bounds of the fixed ranges of 128 keys."""
@@ -39,7 +39,7 @@ def test_window_as_long_as_the_sequence_is_none(backend, make_paged):
     assert torch.equal(case.attend(backend), case.attend(backend, window=290))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
 def test_stale_nan_changes_no_bit(backend, make_paged, dtype):
     """For all lengths up to three pages, a pool full of NaN and a pool full of zeros give the same bits."""
     for length in range(1, 13):

@@ -81,18 +81,19 @@ def test_silu_mul_of_large_gates(backend):
     assert torch.equal(torch.tensor([[0.0, 0.0, 0.0, 0.0, 200.0, 1e30]]), y)
 
 
-def test_embedding_takes_rows(make_int4, make_int8):
+def test_embedding_takes_rows(backend, make_int4, make_int8):
     """Rows come dequantized, in the order of the ids, from a matrix of any kind."""
     ids = torch.tensor([16, 0, 32, 16])
-    for weight in (make_int4(33, 64), make_int8(33, 64), DenseWeight.from_matrix(torch.randn(33, 5).bfloat16())):
-        assert torch.equal(weight.dequantize()[ids], embedding(ids, weight))
+    dense = [DenseWeight.from_matrix(torch.randn(33, 5).to(t)) for t in (torch.bfloat16, torch.float16, torch.float32)]
+    for weight in (make_int4(33, 64), make_int8(33, 64), *dense):
+        assert torch.equal(weight.dequantize()[ids], embedding(ids, weight, backend=backend))
 
 
 def test_no_rows_are_no_error(backend, make_int4):
     """Every op takes an empty batch."""
     assert (0, 8) == tuple(rms_norm(torch.zeros(0, 8), torch.ones(8), 1e-6, backend=backend).shape)
     assert (0, 4) == tuple(silu_mul(torch.zeros(0, 8), backend=backend).shape)
-    assert (0, 64) == tuple(embedding(torch.zeros(0, dtype=torch.int64), make_int4(3, 64)).shape)
+    assert (0, 64) == tuple(embedding(torch.zeros(0, dtype=torch.int64), make_int4(3, 64), backend=backend).shape)
     rotary(torch.zeros(0, 2, 8), torch.zeros(0, dtype=torch.int32), torch.zeros(4, 2, 4), backend=backend)
 
 

@@ -64,9 +64,9 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: p
         ("prot = 1", "there is no setting 'prot'; did you mean 'port'?"), ("max_body_bytes = 2048", "there is no setting 'max_body_bytes'"),
         ("[gateway]\nport = 1", "there is no setting 'gateway'"), ("port = 99999", "port: must be 0 to 65535, got 99999"), ('port = "x"', "port: expected a whole number"),
         ("port = true", "port: expected a number or a text"), ("port = [1]", "port: expected a number or a text"), ("slow-reader = 0", "slow-reader: must be more than 0 seconds"),
-        ('kv-dtype = "int3"', "kv-dtype: expected one of bf16, fp8, got 'int3'"), ("page-size = 3", "page-size: expected one of 1, 2, 4"), ("port = ", "is not valid TOML"),
+        ('kv-dtype = "int3"', "kv-dtype: expected one of bf16, fp16, fp8, got 'int3'"), ("page-size = 3", "page-size: expected one of 1, 2, 4"), ("port = ", "is not valid TOML"),
         ('admin-key = "12345678"', "admin-key is a secret; it belongs in the environment"), ('master-key = "00"', "master-key is a secret"),
-        ("detach = true", "there is no setting 'detach'"), ("workers = 0", "workers: must be 1 to 64, got 0"), ('integrity = "seal"', "integrity: seal is not in this version yet"),
+        ("detach = true", "there is no setting 'detach'"), ("workers = 0", "workers: must be 1 to 64, got 0"), ('integrity = "x"', "integrity: expected one of off, lease, seal, full, got 'x'"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("command", ["gateway", "worker"])

@@ -62,14 +62,6 @@ def test_wrong_arguments_get_one_clear_line(arguments: str) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_seal_and_full_are_refused_until_they_exist() -> None:
-    """A mode that isn't there is not silently another one."""
-    for mode in ("seal", "full"):
-        result = _run("up", "--integrity", mode)
-        assert 2 == result.returncode
-        assert "not in this version" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -37,7 +37,7 @@ async def make(
     def supervisor(workers: int = 1) -> Supervisor:
         settings = StackSettings(
             data=data, host="127.0.0.1", port=0, model_name="tiny", model=model_file, workers=workers, kv_dtype="bf16",
-            integrity="lease", kv_tokens=1024, page_size=16, max_sequences=4, drain_grace_s=5.0,
+            integrity="lease", allow_fault_injection=False, kv_tokens=1024, page_size=16, max_sequences=4, drain_grace_s=5.0,
         )  # fmt: skip
         made.append(Supervisor(settings, said.append))
         return made[-1]

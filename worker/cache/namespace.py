@@ -58,6 +58,14 @@ class Namespace:
         content = parent + np.asarray(tokens, dtype="<i4").tobytes()
         return hashlib.blake2b(content, key=self.key, digest_size=CHAIN_DIGEST_BYTES).digest()
 
+    def page_key(self, digest: bytes, tag: int, *, is_whole: bool) -> int:
+        """What one life of a page is sealed with: by the digest of its own prefix if it is whole, of the one before while it fills.
+
+        A signed number of 64 bits. The lease tag stands for the physical page and its generation.
+        """
+        content = (b"whole" if is_whole else b"filling") + digest + tag.to_bytes(8, "little")
+        return int.from_bytes(hashlib.blake2b(content, key=self.key, digest_size=8).digest(), "little", signed=True)
+
     def lease_tag(self, page: int, generation: int) -> int:
         """The 64-bit tag of one life of a physical page in this namespace; never 0, which is the tag of no life."""
         content = b"lease" + page.to_bytes(8, "little") + generation.to_bytes(8, "little")
@@ -69,19 +77,24 @@ class NamespaceRing:
 
     def __init__(self, secret: bytes, model_digest: str, kv_format: str) -> None:
         self._secret = secret
-        self._model_digest = model_digest
-        self._kv_format = kv_format
+        self.model_digest = model_digest
+        self.kv_format = kv_format
         self._known: OrderedDict[bytes, Namespace] = OrderedDict()
 
     def namespace(self, tenant: TenantId, salt: str | None) -> Namespace:
         """The namespace of an authenticated tenant, narrowed by the client's salt if there is one."""
-        encoded = NamespaceFields(tenant, self._model_digest, self._kv_format, salt).encode()
+        fields = NamespaceFields(tenant, self.model_digest, self.kv_format, salt)
+        encoded = fields.encode()
         found = self._known.get(encoded)
         if found is None:
-            found = Namespace(derive_key(self._secret, "kv-namespace/" + encoded.hex()))
+            found = self.derive(fields)
             self._known[encoded] = found
             if len(self._known) > _MAX_CACHED:
                 self._known.popitem(last=False)
         else:
             self._known.move_to_end(encoded)
         return found
+
+    def derive(self, fields: NamespaceFields) -> Namespace:
+        """The namespace of these fields, whoever asks."""
+        return Namespace(derive_key(self._secret, "kv-namespace/" + fields.encode().hex()))

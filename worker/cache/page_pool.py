@@ -33,6 +33,7 @@ class PagePool:
         self._holders = [0] * num_pages
         self._indexed = [False] * num_pages
         self._quarantined: set[PageId] = set()
+        self._whole: dict[PageId, int] = {}
         self._free: deque[PageId] = deque(PageId(page) for page in range(num_pages))
         self._num_cached = 0
 
@@ -86,6 +87,19 @@ class PagePool:
         self._set_free(page)
         return False
 
+    def generation(self, page: PageId) -> int:
+        """Which life of the page this is, counted from 1."""
+        return self._generation[page]
+
+    def set_whole(self, page: PageId, key: int) -> None:
+        """A held page is complete, and sealed with this key."""
+        assert self._holders[page] > 0
+        self._whole[page] = key
+
+    def whole_pages(self) -> dict[PageId, int]:
+        """Complete sealed pages, and their keys."""
+        return self._whole
+
     def set_indexed(self, page: PageId) -> None:
         """The prefix index now points at a held page."""
         assert self._holders[page] > 0
@@ -106,6 +120,7 @@ class PagePool:
         if self._holders[page] == 0 and page not in self._quarantined:
             self._free.remove(page)
         self._quarantined.add(page)
+        self._whole.pop(page, None)
         self.tags[page] = 0
 
     def restore(self, page: PageId) -> bool:
@@ -135,6 +150,7 @@ class PagePool:
 
     def _set_free(self, page: PageId) -> None:
         self.tags[page] = 0
+        self._whole.pop(page, None)
         self._free.append(page)
 
     def check_invariants(self) -> None:
@@ -151,3 +167,4 @@ class PagePool:
             assert held or is_free or quarantined or is_cached, f"page {page} is lost"
             assert (int(self.tags[page]) != 0) == (held or is_cached) or quarantined, f"page {page} has a wrong tag"
         assert cached == self._num_cached
+        assert not any(page in free or page in self._quarantined for page in self._whole)

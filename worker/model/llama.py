@@ -1,7 +1,7 @@
 """The llama architecture: rotary grouped-query attention and SwiGLU between RMS norms (Touvron et al., 2023).
 
 One forward pass serves prompts and decode steps alike: it takes rows of tokens, writes their keys and values into pages, and attends
-through the page table.
+through the page table. It consists of ops alone, so that it can be recorded.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 
 from kernels.backend import Backend
 from kernels.embedding import embedding
-from kernels.kv_pool import AttentionRows, KvPool
+from kernels.kv_pool import KvPool
 from kernels.kv_write import kv_write
 from kernels.matmul import matmul
 from kernels.paged_attention import paged_attention
@@ -18,10 +18,12 @@ from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 from kernels.rotary.ref import rotary_table
 from kernels.silu_mul import silu_mul
+from kernels.take_rows import take_rows
 from kernels.weights import Weight
 from worker.model.checkpoint import Checkpoint
+from worker.model.recorded_steps import RecordedSteps
 from worker.model.rope import inverse_frequencies
-from worker.model.step import StepInput
+from worker.model.step import StepInput, Workspace
 from worker.model.tensors import can_stack, packed, stacked
 
 
@@ -31,10 +33,13 @@ class Projection:
 
     parts: tuple[Weight, ...]
 
-    def __call__(self, x: torch.Tensor, backend: Backend) -> torch.Tensor:
-        """x float32 [T, in] -> float32 [T, sum of outs]."""
-        outs = [matmul(x, part, backend=backend) for part in self.parts]
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, backend: Backend) -> torch.Tensor:
+        """x float32 [T, in] -> out float32 [T, sum of outs]."""
+        first = 0
+        for part in self.parts:
+            matmul(x, part, out[:, first : first + part.shape[0]], backend=backend)
+            first += part.shape[0]
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,8 @@ class LlamaModel:
         frequencies = inverse_frequencies(config, checkpoint.rope_factors())
         self._rotary_table = rotary_table(frequencies, config.context_length)
         self._softmax_scale = config.head_dim**-0.5
+        self._recorded: RecordedSteps | None = None
+        self._workspace = Workspace.allocate(config, 0)
 
     @property
     def weight_bytes(self) -> int:
@@ -77,37 +84,50 @@ class LlamaModel:
         return sum(weight.nbytes for weight in weights)
 
     def forward(self, step: StepInput, pool: KvPool) -> torch.Tensor:
-        """Logits float32 [num_logits, vocab] of the wanted rows; keys and values of all rows are in the pool afterwards."""
-        backend, eps = self._backend, self.config.rms_eps
-        rows = AttentionRows(step.page_table, step.row_sequence, step.positions)
-        rows.check("forward", pool.layout)
-        residual = embedding(step.token_ids, self._embedding)
-        x = rms_norm(residual, self._layers[0].attn_norm, eps, backend=backend)
-        for index, layer in enumerate(self._layers):
-            attended = self._attend(x, layer, index, step, rows, pool)
-            x = rms_norm(layer.o(attended, backend), layer.ffn_norm, eps, residual=residual, backend=backend)
-            ffn = layer.down(silu_mul(layer.gate_up(x, backend), backend=backend), backend)
-            if index + 1 < len(self._layers):
-                following = self._layers[index + 1].attn_norm
-                x = rms_norm(ffn, following, eps, residual=residual, backend=backend)
-        wanted = step.logit_rows
-        x = rms_norm(ffn[wanted], self._final_norm, eps, residual=residual[wanted], backend=backend)
-        return matmul(x, self._head, backend=backend)
+        """Logits float32 [num_logits, vocab] of the wanted rows; keys and values of all rows are in the pool afterwards.
 
-    def _attend(
-        self, x: torch.Tensor, layer: Layer, index: int, step: StepInput, rows: AttentionRows, pool: KvPool
-    ) -> torch.Tensor:
-        config, backend, num_rows = self.config, self._backend, x.shape[0]
-        split = [config.num_heads * config.head_dim] + [config.num_kv_heads * config.head_dim] * 2
-        q, k, v = (
-            part.contiguous().view(num_rows, -1, config.head_dim)
-            for part in torch.split(layer.qkv(x, backend), split, dim=1)
-        )
-        rotary(q, step.positions, self._rotary_table, backend=backend)
-        rotary(k, step.positions, self._rotary_table, backend=backend)
+        Not thread-safe: passes share their memory.
+        """
+        step.check(pool.layout, self.config)
+        if self._recorded is None or self._recorded.pool is not pool:
+            self._recorded = RecordedSteps(self.config, pool, self._compute)
+        if self._backend is Backend.CPU and self._recorded.takes(step):
+            x = self._recorded.run(step)
+        else:
+            num_rows = len(step.token_ids)
+            if self._workspace.num_rows < num_rows:
+                self._workspace = Workspace.allocate(self.config, num_rows)
+            x = self._compute(step, pool, self._workspace.first(num_rows))
+        return matmul(x, self._head, backend=self._backend)
+
+    def _compute(self, step: StepInput, pool: KvPool, work: Workspace) -> torch.Tensor:
+        """The normalized last hidden states of the wanted rows, float32 [num_logits, hidden]."""
+        backend, eps, residual, x = self._backend, self.config.rms_eps, work.residual, work.x
+        embedding(step.token_ids, self._embedding, residual, backend=backend)
+        rms_norm(residual, self._layers[0].attn_norm, eps, out=x, backend=backend)
+        for index, layer in enumerate(self._layers):
+            self._attend(layer, index, step, pool, work)
+            rms_norm(work.projected, layer.ffn_norm, eps, residual=residual, out=x, backend=backend)
+            layer.gate_up(x, work.gate_up, backend)
+            layer.down(silu_mul(work.gate_up, work.ffn, backend=backend), work.projected, backend)
+            is_last = index + 1 == len(self._layers)
+            following = self._final_norm if is_last else self._layers[index + 1].attn_norm
+            rms_norm(work.projected, following, eps, residual=residual, out=x, backend=backend)
+        return take_rows(x, step.logit_rows, work.last[: len(step.logit_rows)], backend=backend)
+
+    def _attend(self, layer: Layer, index: int, step: StepInput, pool: KvPool, work: Workspace) -> None:
+        """From work.x to work.projected."""
+        config, backend, num_rows = self.config, self._backend, work.num_rows
+        layer.qkv(work.x, work.qkv.view(num_rows, -1), backend)
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        q, k, v = torch.split(work.qkv, [heads, kv_heads, kv_heads], dim=1)
+        rotary(work.qkv[:, : heads + kv_heads], step.positions, self._rotary_table, backend=backend)
         kv_write(k, v, step.slots, pool, index, backend=backend)
-        attended = paged_attention(q, pool, index, rows, softmax_scale=self._softmax_scale, backend=backend)
-        return attended.view(num_rows, -1)
+        paged_attention(
+            q, pool, index, step.rows, softmax_scale=self._softmax_scale, seal_check=step.seal_check,
+            out=work.attended, backend=backend,
+        )  # fmt: skip
+        layer.o(work.attended.view(num_rows, -1), work.projected, backend)
 
 
 def _weight(checkpoint: Checkpoint, role: str, shape: tuple[int, int]) -> Weight:

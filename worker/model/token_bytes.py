@@ -17,7 +17,7 @@ def token_bytes(spec: TokenizerSpec) -> list[bytes]:
     is_byte_level = '"ByteLevel"' in json.dumps(document["pre_tokenizer"])
     control = {index for _, index in spec.control_tokens}
     table = [b""] * spec.vocab_size
-    alphabet = _byte_level_alphabet()
+    alphabet = byte_level_alphabet()
     for token, index in vocabulary.items():
         if not 0 <= index < spec.vocab_size:
             raise ModelError(f"the tokenizer has token id {index}, outside its vocabulary of {spec.vocab_size}")
@@ -42,7 +42,7 @@ def _sentencepiece(token: str) -> bytes:
     return token.replace("\u2581", " ").encode("utf-8")
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for the 256 bytes."""
     return {character: byte for byte, character in zip(range(256), _stand_ins(), strict=True)}
 

@@ -6,6 +6,6 @@ Reading order: `row` (one sequence's rules), `token_counts` (what they need to k
 
 from worker.sampling.logprobs import prompt_logprobs
 from worker.sampling.row import SamplerRow
-from worker.sampling.sampler import NotFinite, Sampled, sample
+from worker.sampling.sampler import NotFinite, Sampled, sample, sample_row
 
-__all__ = ["NotFinite", "Sampled", "SamplerRow", "prompt_logprobs", "sample"]
+__all__ = ["NotFinite", "Sampled", "SamplerRow", "prompt_logprobs", "sample", "sample_row"]

@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from worker.sampling.selection import largest
+
+if TYPE_CHECKING:  # a worker without a model loads no torch
+    import torch
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON can't say
 
@@ -35,7 +38,7 @@ def row_logprobs(logits: npt.NDArray[np.float32], token_id: int, num_top: int) -
     return max(float(logits[token_id]) - peak - log_sum, MIN_LOGPROB), top
 
 
-def prompt_logprobs(logits: torch.Tensor, next_ids: Sequence[int], num_top: int) -> list[tuple[float, Top]]:
+def prompt_logprobs(logits: "torch.Tensor", next_ids: Sequence[int], num_top: int) -> list[tuple[float, Top]]:
     """For logits float32 [T, V] that predict `next_ids` [T]: the logprob of each and `num_top` alternatives.
 
     A row that is not finite counts as MIN_LOGPROB here: it spreads to all that follows it in the prompt, so that

@@ -3,14 +3,17 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from protocol.job import SamplingParams
 from worker.sampling.logprobs import Top, row_logprobs
 from worker.sampling.row import Logits, SamplerRow
 from worker.sampling.selection import Ids, Wide, draw, largest, nucleus
+
+if TYPE_CHECKING:  # a worker without a model loads no torch
+    import torch
 
 # More than rounding may lose between a logarithm and its exponential.
 _SLACK = 1e-9
@@ -30,13 +33,14 @@ class NotFinite:
     """The row held NaN, plus infinity or nothing finite: there is no token to choose."""
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[Sampled | NotFinite]:
+def sample(logits: "torch.Tensor", rows: Sequence[SamplerRow]) -> list[Sampled | NotFinite]:
     """One result for each row of logits, float32 [R, V] on the CPU, which are not changed."""
     values = logits.detach().numpy()
-    return [_sample_row(row_values, row) for row_values, row in zip(values, rows, strict=True)]
+    return [sample_row(row_values, row) for row_values, row in zip(values, rows, strict=True)]
 
 
-def _sample_row(logits: Logits, row: SamplerRow) -> Sampled | NotFinite:
+def sample_row(logits: Logits, row: SamplerRow) -> Sampled | NotFinite:
+    """The result of one row, float32 [V], which is not changed."""
     # The first maximum, or the first NaN: numpy promises both, so one look finds out about the whole row.
     best = int(logits.argmax())
     if not math.isfinite(logits[best]):

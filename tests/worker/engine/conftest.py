@@ -14,6 +14,7 @@ from worker.cache.namespace import NamespaceRing
 from worker.engine import Engine, EngineParts
 from worker.model.load import LoadedModel, load_model
 from worker.model.token_bytes import token_bytes
+from worker.model_executor import ModelExecutor
 
 NEVER_MS = 2**60
 
@@ -30,12 +31,13 @@ class Lab:
 
     def engine(
         self, kv_tokens: int = 4096, page_size: int = 16, kv_dtype: str = "bf16", max_sequences: int = 32, step_tokens: int = 256,
-        checks_leases: bool = True,
+        checks_leases: bool = True, integrity: str = "lease",
     ) -> Engine:  # fmt: skip
         num_pages = kv_tokens // page_size
+        secret = b"seal" * 8 if integrity in ("seal", "full") else None
+        kv = KvPool.allocate(self.loaded.kv_layout(num_pages, page_size, kv_dtype), seal_secret=secret)
         parts = EngineParts(
-            model=self.loaded.model,
-            kv=KvPool.allocate(self.loaded.kv_layout(num_pages, page_size, kv_dtype)),
+            executor=ModelExecutor(self.loaded.model, kv, resolve("cpu"), checks_reads=integrity == "full"),
             namespaces=NamespaceRing(b"s" * 32, self.loaded.digest, kv_dtype),
             token_bytes=self.token_bytes,
             eos_token_ids=frozenset(self.loaded.tokenizer.eos_token_ids),

@@ -104,7 +104,7 @@ def test_a_request_as_large_as_the_pool_is_served(lab) -> None:
 
 
 def _poison(engine, page: int) -> None:
-    engine._parts.kv.k[0, page].fill_(float("nan"))
+    engine._parts.executor.kv.k[0, page].fill_(float("nan"))
 
 
 def test_a_nan_ends_its_own_request_only(lab, result_of) -> None:
@@ -123,7 +123,7 @@ def test_a_nan_ends_its_own_request_only(lab, result_of) -> None:
     failed, neighbour = lab.run(engine, victim, lab.job(neighbour_prompt), on_step=strike)
     assert ["internal_error"] == [reply.code for reply in _terminals(failed)]
     assert healthy == result_of(neighbour)
-    assert not bool(torch.isnan(engine._parts.kv.k.float()).any())
+    assert not bool(torch.isnan(engine._parts.executor.kv.k.float()).any())
     assert clean == result_of(lab.run(engine, lab.job(victim_prompt))[0])
 
 
@@ -143,7 +143,7 @@ def test_a_stale_lease_heals_once_and_fails_the_second_time(lab, result_of) -> N
             assert expected == result_of(replies)
         else:
             assert [outcome] == [reply.code for reply in _terminals(replies)]
-        assert len(strikes) == engine.totals.integrity_violations
+        assert len(strikes) == engine.integrity.totals.num_violations
         assert 0 == engine.cache.pool.num_quarantined
 
 
@@ -160,7 +160,7 @@ def test_a_table_that_points_elsewhere_is_noticed(lab, result_of) -> None:
 
     replies = lab.run(engine, lab.job("Mine is " * 20), lab.job("Theirs is " * 20, tenant="other"), on_step=strike)
     assert expected == [result_of(one) for one in replies]
-    assert 1 == engine.totals.integrity_violations
+    assert 1 == engine.integrity.totals.num_violations
 
 
 def test_an_exception_in_the_model_fails_its_batch_and_not_the_engine(lab, monkeypatch) -> None:
@@ -171,7 +171,7 @@ def test_an_exception_in_the_model_fails_its_batch_and_not_the_engine(lab, monke
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine._parts.model), "forward", lambda self, step, pool: broken(step, pool))
+        patch.setattr(type(engine._parts.executor.model), "forward", lambda self, step, pool: broken(step, pool))
         replies = lab.run(engine, lab.job("one", n=2, temperature=1.0), lab.job("two"))
     assert ["internal_error"] * 2 == [reply.code for one in replies for reply in _terminals(one)]
     assert Done(1, 0, 3) == lab.run(engine, lab.job("one", max_tokens=3))[0][-1]

@@ -17,7 +17,7 @@ REQUESTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["bf16", "fp8"])
+@pytest.fixture(scope="module", params=["fp16", "fp8"])
 def kv_dtype(request) -> str:
     return request.param
 

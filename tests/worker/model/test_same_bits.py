@@ -36,7 +36,7 @@ def _chunks(sizes: list[int]) -> Iterator[list[int]]:
         start, turn = start + size, turn + 1
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("sizes", [[1, 1, 1, 118, 1], [2, 15, 100, 11, 3], [16], [17], [64], [149]], ids=str)
 def test_chunked(sizes: list[int], dtype: str, loaded: LoadedModel, paged_run: Make) -> None:
     """Whole prefill, token by token at both ends, and chunks that do and don't end where pages do."""
@@ -49,7 +49,7 @@ def test_chunked(sizes: list[int], dtype: str, loaded: LoadedModel, paged_run: M
     assert torch.equal(whole, chunked)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
 def test_token_by_token(dtype: str, llama_in_transformers: Make, gguf_of: Make, paged_run: Make) -> None:
     """150 steps of one token, by the native kernels."""
     loaded = load_model(gguf_of(llama_in_transformers(), FORMATS), resolve("cpu"))
@@ -59,7 +59,7 @@ def test_token_by_token(dtype: str, llama_in_transformers: Make, gguf_of: Make, 
     assert torch.equal(whole, torch.cat([run.feed(("a", [token]))[0] for token in TOKENS]))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("place", [0, 1, 3])
 def test_batched_with_others(place: int, dtype: str, loaded: LoadedModel, paged_run: Make) -> None:
     """Beside prompts and single decode rows of others, at any place in the batch, in any pages."""
@@ -75,7 +75,7 @@ def test_batched_with_others(place: int, dtype: str, loaded: LoadedModel, paged_
     assert torch.equal(whole, torch.cat(parts))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
 def test_a_neighbours_nan_stays_its_own(dtype: str, loaded: LoadedModel, paged_run: Make) -> None:
     """NaN in the pages of one sequence spoils its rows, and no bit of another's."""
     expected = paged_run(loaded, dtype)

@@ -1,0 +1,41 @@
+"""`sluicegate bench queue`: measures with a stack of its own in a temporary folder, which ends with it."""
+
+import asyncio
+import os
+import tempfile
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from bench.queue import fairness, latency, scale, streams
+from bench.queue.report import draw, table, write_json
+from bench.queue.rows import Row
+from bench.queue.setting import Setting
+
+PARTS: dict[str, Callable[[Setting], Awaitable[list[Row]]]] = {
+    "latency": latency.measure, "streams": streams.measure, "fairness": fairness.measure, "scale": scale.measure,
+}  # fmt: skip
+
+
+def run(arguments: Namespace) -> None:
+    """Measure, print the table, write JSON and picture."""
+    load_before = os.getloadavg()
+    with tempfile.TemporaryDirectory(prefix="sluicegate-bench-") as folder:
+        rows = asyncio.run(_measure(arguments.only or list(PARTS), Setting(Path(folder), arguments.seconds)))
+    out = Path(arguments.out)
+    write_json(rows, out / "queue.json", load_before)
+    print(table(rows))
+    try:
+        draw(rows, out / "queue.png")
+    except ImportError:
+        print("\nNo picture: matplotlib is not installed (sluicegate[bench]).")
+        return
+    print(f"\nNumbers in {out / 'queue.json'}, picture in {out / 'queue.png'}.")
+
+
+async def _measure(names: list[str], setting: Setting) -> list[Row]:
+    rows: list[Row] = []
+    for name in names:
+        print(f"measuring {name} ...", flush=True)
+        rows += await PARTS[name](setting)
+    return rows

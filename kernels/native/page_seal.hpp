@@ -1,0 +1,172 @@
+// Seals: keyed sums over the stored bytes of a page and kv head. See docs/integrity.md.
+#pragma once
+
+#include <atomic>
+#include <cstring>
+
+#include "lanes.hpp"
+#include "ops.hpp"
+#include "thread_pool.hpp"
+
+namespace sluicegate {
+namespace {
+
+// Two sums modulo 2^32.
+struct Sums {
+    uint32_t first = 0, second = 0;
+    void operator+=(const Sums& other) {
+        first += other.first;
+        second += other.second;
+    }
+    bool operator==(const Sums&) const = default;
+};
+
+inline Sums halves(uint64_t tag) { return {static_cast<uint32_t>(tag), static_cast<uint32_t>(tag >> 32)}; }
+
+inline int64_t element_bytes(const KvLayer& layer) { return layer.type == KvType::fp8 ? 1 : 2; }
+inline int64_t page_bytes(const KvLayer& layer) { return layer.page_size * layer.head_dim * element_bytes(layer); }
+
+// sum of words[i] * keys[0][i] and of words[i] * keys[1][i], words and keys being signed numbers of 16 bits.
+inline Sums sum_words(const uint8_t* from, const int16_t* keys, int64_t count) {
+    Sums sums;
+    int64_t i = 0;
+#if defined(__AVX512VNNI__)
+    __m512i a = _mm512_setzero_si512(), b = a, c = a, d = a;
+    for (; i + 64 <= count; i += 64) {
+        const __m512i first = _mm512_loadu_si512(from + 2 * i), second = _mm512_loadu_si512(from + 2 * i + 64);
+        a = _mm512_dpwssd_epi32(a, first, _mm512_loadu_si512(keys + i));
+        b = _mm512_dpwssd_epi32(b, first, _mm512_loadu_si512(keys + count + i));
+        c = _mm512_dpwssd_epi32(c, second, _mm512_loadu_si512(keys + i + 32));
+        d = _mm512_dpwssd_epi32(d, second, _mm512_loadu_si512(keys + count + i + 32));
+    }
+    sums.first = static_cast<uint32_t>(_mm512_reduce_add_epi32(_mm512_add_epi32(a, c)));
+    sums.second = static_cast<uint32_t>(_mm512_reduce_add_epi32(_mm512_add_epi32(b, d)));
+#elif defined(__AVX2__)
+    __m256i a = _mm256_setzero_si256(), b = a;
+    const auto load = [](const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); };
+    for (; i + 16 <= count; i += 16) {
+        const __m256i words = load(from + 2 * i);
+        a = _mm256_add_epi32(a, _mm256_madd_epi16(words, load(keys + i)));
+        b = _mm256_add_epi32(b, _mm256_madd_epi16(words, load(keys + count + i)));
+    }
+    alignas(32) uint32_t lanes[16];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), a);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes + 8), b);
+    for (int lane = 0; lane < 8; ++lane) sums += {lanes[lane], lanes[8 + lane]};
+#endif
+    for (; i < count; ++i) {
+        int16_t word;
+        std::memcpy(&word, from + 2 * i, 2);
+        sums.first += static_cast<uint32_t>(int32_t{word} * keys[i]);
+        sums.second += static_cast<uint32_t>(int32_t{word} * keys[count + i]);
+    }
+    return sums;
+}
+
+// What the key of a page and its head's scales add to the sums.
+inline uint64_t seal_mask(const KvLayer& layer, int64_t head, uint64_t page_key) {
+    uint32_t k_bits, v_bits;
+    std::memcpy(&k_bits, layer.k_scale + head, 4);
+    std::memcpy(&v_bits, layer.v_scale + head, 4);
+    const LayerSeals& seals = layer.seals;
+    return page_key * seals.factor[head] + seals.offset[head] + k_bits * seals.scales[0] + v_bits * seals.scales[1];
+}
+
+// Whether one head's part of a page has the seal that num_tokens rows under this key must have.
+inline bool is_sealed(const KvLayer& layer, int64_t page, int64_t head, uint64_t page_key, int64_t num_tokens) {
+    const int64_t bytes = page_bytes(layer), at = (page * layer.num_kv_heads + head) * bytes, words = bytes / 2;
+    const uint32_t* rows = layer.seals.rows + 2 * num_tokens;
+    Sums sums = halves(seal_mask(layer, head, page_key));
+    sums += {rows[0], rows[1]};
+    sums += sum_words(layer.k + at, layer.seals.k_words, words);
+    sums += sum_words(layer.v + at, layer.seals.v_words, words);
+    // A tag is written with two atomic additions, of other rows' threads too, but never while it is read.
+    uint64_t tag;
+    std::memcpy(&tag, layer.seals.tags + page * layer.num_kv_heads + head, 8);
+    return sums == halves(tag);
+}
+
+inline void add_to_tag(const KvLayer& layer, int64_t page, int64_t head, const Sums& sums) {
+    auto* tag = reinterpret_cast<uint32_t*>(layer.seals.tags + page * layer.num_kv_heads + head);
+    std::atomic_ref<uint32_t>(tag[0]).fetch_add(sums.first, std::memory_order_relaxed);
+    std::atomic_ref<uint32_t>(tag[1]).fetch_add(sums.second, std::memory_order_relaxed);
+}
+
+// What one stored element adds to the sums over its part of the page: of 16 bits it is a word, of 8 bits the low or high byte of one.
+template <typename Stored>
+inline Sums product(Stored stored, int64_t index, const int16_t* keys, int64_t words) {
+    if constexpr (sizeof(Stored) == 2) {
+        const auto word = static_cast<int16_t>(stored);
+        return {static_cast<uint32_t>(int32_t{word} * keys[index]), static_cast<uint32_t>(int32_t{word} * keys[words + index])};
+    } else {
+        const int32_t word = index % 2 ? int32_t{static_cast<int8_t>(stored)} * 256 : int32_t{stored};
+        return {static_cast<uint32_t>(word * keys[index / 2]), static_cast<uint32_t>(word * keys[words + index / 2])};
+    }
+}
+
+// The sums of a row's key and value, which lie at `offset` in a page whose parts for one head begin at k and v.
+template <typename Stored>
+inline Sums row_sums(const KvLayer& layer, const Stored* k, const Stored* v, int64_t offset) {
+    const int64_t words = page_bytes(layer) / 2;
+    Sums sums;
+    for (int64_t i = 0; i < layer.head_dim; ++i) {
+        const int64_t key = i * layer.page_size + offset, value = offset * layer.head_dim + i;
+        sums += product(k[key], key, layer.seals.k_words, words);
+        sums += product(v[value], value, layer.seals.v_words, words);
+    }
+    return sums;
+}
+
+inline KvLayer layer_at(const KvLayer& first, int64_t index) {
+    KvLayer layer = first;
+    const int64_t heads = first.num_kv_heads, bytes = index * first.num_pages * heads * page_bytes(first);
+    layer.k += bytes;
+    layer.v += bytes;
+    layer.k_scale += index * heads;
+    layer.v_scale += index * heads;
+    layer.seals.tags += index * first.num_pages * heads;
+    layer.seals.factor += index * heads;
+    layer.seals.offset += index * heads;
+    return layer;
+}
+
+void open_pages(const int64_t* pages, const uint64_t* page_keys, int64_t count, const KvLayer& first, int64_t num_layers) {
+    const int64_t heads = first.num_kv_heads, bytes = heads * page_bytes(first);
+    for (int64_t index = 0; index < num_layers; ++index) {
+        const KvLayer layer = layer_at(first, index);
+        for (int64_t i = 0; i < count; ++i) {
+            std::memset(layer.k + pages[i] * bytes, 0, static_cast<size_t>(bytes));
+            std::memset(layer.v + pages[i] * bytes, 0, static_cast<size_t>(bytes));
+            for (int64_t head = 0; head < heads; ++head) layer.seals.tags[pages[i] * heads + head] = seal_mask(layer, head, page_keys[i]);
+        }
+    }
+}
+
+void rekey_pages(const int64_t* pages, const uint64_t* before, const uint64_t* after, int64_t count, const KvLayer& first,
+                 int64_t num_layers) {
+    for (int64_t index = 0; index < num_layers; ++index) {
+        const KvLayer layer = layer_at(first, index);
+        for (int64_t i = 0; i < count; ++i) {
+            for (int64_t head = 0; head < layer.num_kv_heads; ++head) {
+                const Sums from = halves(seal_mask(layer, head, before[i])), to = halves(seal_mask(layer, head, after[i]));
+                add_to_tag(layer, pages[i], head, {to.first - from.first, to.second - from.second});
+            }
+        }
+    }
+}
+
+void verify_pages(const int64_t* pages, const uint64_t* page_keys, const int64_t* num_tokens, int64_t count, int64_t* found,
+                  const KvLayer& first, int64_t num_layers) {
+    ThreadPool::instance().run(count, [&](int64_t i, int) {
+        found[i] = -1;
+        for (int64_t index = 0; index < num_layers && found[i] < 0; ++index) {
+            const KvLayer layer = layer_at(first, index);
+            for (int64_t head = 0; head < layer.num_kv_heads; ++head) {
+                if (!is_sealed(layer, pages[i], head, page_keys[i], num_tokens[i])) found[i] = index;
+            }
+        }
+    });
+}
+
+}  // namespace
+}  // namespace sluicegate

@@ -1,0 +1,42 @@
+"""A pool's addresses and sizes as the native module takes them."""
+
+from kernels.kv_pool import KvPool
+from kernels.seals import PageSeals
+
+NATIVE_TYPES = {"bf16": 0, "fp8": 1, "fp16": 2}
+_NO_SEALS = (0, 0, 0, 0, 0, 0, 0)
+
+
+def native_layer(pool: KvPool, layer: int) -> tuple[int, ...]:
+    """One layer: four addresses, four sizes, the element type, the seals' addresses."""
+    layout = pool.layout
+    return (
+        pool.k.data_ptr() + layer * pool.k.stride(0) * layout.element_bytes,
+        pool.v.data_ptr() + layer * pool.v.stride(0) * layout.element_bytes,
+        pool.k_scale.data_ptr() + 4 * layer * layout.num_kv_heads,
+        pool.v_scale.data_ptr() + 4 * layer * layout.num_kv_heads,
+        layout.num_pages,
+        layout.num_kv_heads,
+        layout.page_size,
+        layout.head_dim,
+        NATIVE_TYPES[layout.dtype],
+        *(_NO_SEALS if pool.seals is None else _native_seals(pool, pool.seals, layer)),
+    )
+
+
+def native_pool(pool: KvPool) -> tuple[tuple[int, ...], int]:
+    """The first layer, and how many there are."""
+    return native_layer(pool, 0), pool.layout.num_layers
+
+
+def _native_seals(pool: KvPool, seals: PageSeals, layer: int) -> tuple[int, ...]:
+    heads, keys = pool.layout.num_kv_heads, seals.keys
+    return (
+        seals.tags.data_ptr() + 8 * layer * pool.layout.num_pages * heads,
+        keys.factor.data_ptr() + 8 * layer * heads,
+        keys.offset.data_ptr() + 8 * layer * heads,
+        keys.scales.data_ptr(),
+        keys.rows.data_ptr(),
+        keys.k_words.data_ptr(),
+        keys.v_words.data_ptr(),
+    )

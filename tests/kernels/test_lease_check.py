@@ -1,0 +1,49 @@
+"""The lease check names the first place of a table that leads to another life of a page."""
+
+import pytest
+import torch
+
+from kernels.errors import KernelError
+from kernels.lease_check import lease_check
+
+TAGS = torch.tensor([11, 22, 33, -44])
+
+
+@pytest.mark.parametrize(
+    ("table", "expected", "found"),
+    [
+        ([[0, 1, 3]], [[11, 22, -44]], [-1]),
+        ([[0, 1, 3]], [[11, 33, -44]], [1]),
+        ([[0, 2, 3]], [[11, 22, 1]], [1]),
+        ([[0, 0, 0]], [[11, 0, 0]], [-1]),  # padding is not compared
+        ([[1, 1], [2, 0]], [[11, 22], [33, 0]], [0, -1]),
+    ],
+)
+def test_first_wrong_place(backend, table, expected, found) -> None:
+    """Off by one, another owner's page, padding, several sequences."""
+    table = torch.tensor(table, dtype=torch.int32)
+    assert found == lease_check(TAGS, table, torch.tensor(expected), backend=backend).tolist()
+
+
+def test_agrees_with_the_reference_on_random_tables(backend) -> None:
+    """Many sequences, few faults."""
+    generator = torch.Generator().manual_seed(0)
+    tags = torch.randint(1, 2**62, (500,), generator=generator)
+    table = torch.randint(0, 500, (40, 60), generator=generator).to(torch.int32)
+    expected = tags[table.long()] ^ (torch.rand(40, 60, generator=generator) < 0.01).long()
+    wrong = expected != tags[table.long()]
+    assert [int(r.nonzero()[0]) if r.any() else -1 for r in wrong] == lease_check(
+        tags, table, expected, backend=backend
+    ).tolist()
+
+
+def test_no_sequences_are_no_error(backend) -> None:
+    """An empty batch."""
+    empty = torch.zeros(0, 0, dtype=torch.int32)
+    assert [] == lease_check(TAGS, empty, empty.long(), backend=backend).tolist()
+
+
+def test_a_table_outside_the_pool_is_refused(backend) -> None:
+    """Nothing is read there."""
+    with pytest.raises(KernelError, match="lease_check: page_table"):
+        lease_check(TAGS, torch.tensor([[4]], dtype=torch.int32), torch.tensor([[1]]), backend=backend)

@@ -1,0 +1,94 @@
+"""Forward passes of few rows, recorded once for each shape and run again with other inputs.
+
+A decode step computes for a few milliseconds; calling its ops from Python would cost as much again. Passes of more rows compute long enough
+to be called one op at a time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kernels.kv_pool import KvPool
+from kernels.recording import Recording
+from kernels.seals import SealCheck
+from worker.model.config import ModelConfig
+from worker.model.step import StepInput, Workspace
+
+MAX_ROWS = 64
+MAX_SHAPES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A pass of one shape: where its input goes, its calls, where its output is."""
+
+    step: StepInput
+    recording: Recording
+    out: torch.Tensor
+
+
+Compute = Callable[[StepInput, KvPool, Workspace], torch.Tensor]
+
+
+class RecordedSteps:
+    """The recorded passes over one pool. Not thread-safe, as their memory is shared."""
+
+    def __init__(self, config: ModelConfig, pool: KvPool, compute: Compute) -> None:
+        layout = pool.layout
+        self.pool = pool
+        self._compute = compute
+        self._workspace = Workspace.allocate(config, MAX_ROWS)
+        self._max_pages = min(layout.num_pages, -(-config.context_length // layout.page_size))
+        self._page_table = torch.zeros(MAX_ROWS, self._max_pages, dtype=torch.int32)
+        self._check = SealCheck(
+            page_keys=torch.zeros(MAX_ROWS, self._max_pages, dtype=torch.int64),
+            num_tokens=torch.zeros(MAX_ROWS, dtype=torch.int32),
+            violations=torch.zeros(MAX_ROWS, dtype=torch.int64),
+        )
+        self._recorded: dict[tuple[int, int, bool], RecordedStep] = {}
+
+    def takes(self, step: StepInput) -> bool:
+        """Whether the step is small enough."""
+        return len(step.token_ids) <= MAX_ROWS and step.page_table.shape[1] <= self._max_pages
+
+    def run(self, step: StepInput) -> torch.Tensor:
+        """The normalized last hidden states of the wanted rows, float32 [num_logits, hidden], good until the next call."""
+        num_sequences, num_pages = step.page_table.shape
+        self._page_table[:num_sequences, :num_pages] = step.page_table
+        shape = (len(step.token_ids), len(step.logit_rows), step.seal_check is not None)
+        recorded = self._recorded.get(shape)
+        if recorded is None:
+            if len(self._recorded) == MAX_SHAPES:
+                self._recorded.pop(next(iter(self._recorded)))
+            recorded = self._recorded[shape] = self._record(step)
+        target = recorded.step
+        target.token_ids.copy_(step.token_ids)
+        target.positions.copy_(step.positions)
+        target.slots.copy_(step.slots)
+        target.row_sequence.copy_(step.row_sequence)
+        target.logit_rows.copy_(step.logit_rows)
+        if step.seal_check is not None:
+            self._check.page_keys[:num_sequences, :num_pages] = step.seal_check.page_keys
+            self._check.num_tokens[:num_sequences] = step.seal_check.num_tokens
+            self._check.violations.zero_()
+        recorded.recording.run()
+        if step.seal_check is not None:
+            self._report(step.seal_check, num_sequences, num_pages)
+        return recorded.out
+
+    def _report(self, check: SealCheck, num_sequences: int, num_pages: int) -> None:
+        """Violations as the caller's table has them, which may be narrower than ours."""
+        found = self._check.violations[:num_sequences] - 1
+        place, layer = found % self._max_pages, found // self._max_pages
+        check.violations.copy_(torch.where(found >= 0, 1 + layer * num_pages + place, 0))
+
+    def _record(self, step: StepInput) -> RecordedStep:
+        target = StepInput(
+            step.token_ids.clone(), step.positions.clone(), step.slots.clone(), self._page_table,
+            step.row_sequence.clone(), step.logit_rows.clone(), self._check if step.seal_check is not None else None,
+        )  # fmt: skip
+        recording = Recording()
+        with recording.record():
+            out = self._compute(target, self.pool, self._workspace.first(len(step.token_ids)))
+        return RecordedStep(target, recording, out)

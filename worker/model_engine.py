@@ -1,0 +1,72 @@
+"""From settings to an engine that runs a model."""
+
+import secrets
+import time
+from collections.abc import Callable
+from functools import partial
+
+from kernels.backend import Backend, describe, resolve
+from kernels.kv_pool import KvPool
+from protocol.model_card import ModelCard
+from worker.cache.namespace import NamespaceRing
+from worker.engine import Engine, EngineParts
+from worker.model.load import LoadedModel, load_model
+from worker.model.token_bytes import token_bytes
+from worker.model_executor import ModelExecutor
+from worker.prepared import Prepared
+from worker.settings import WorkerSettings
+
+
+def preparation(settings: WorkerSettings) -> Callable[[], Prepared]:
+    """The function that loads the model; raises KernelError at once, the function ModelError."""
+    return partial(_prepare, settings, resolve(settings.kernels))
+
+
+def _prepare(settings: WorkerSettings, backend: Backend) -> Prepared:
+    assert settings.model_path is not None
+    loaded = load_model(settings.model_path, backend)
+    kv = _kv_pool(loaded, settings)
+    card = _card(loaded, settings, int(settings.model_path.stat().st_mtime))
+    facts = {"kv_dtype": settings.kv_dtype, "kv_bytes": kv.nbytes, "integrity": settings.integrity, **describe(backend)}
+    return Prepared(card, _engine(loaded, kv, settings, card.max_request_tokens, backend), facts)
+
+
+def _kv_pool(loaded: LoadedModel, settings: WorkerSettings) -> KvPool:
+    """Seals are made of numbers that only this process knows, and that end with it, as its pages do."""
+    layout = loaded.kv_layout(settings.num_pages, settings.page_size, settings.kv_dtype)
+    return KvPool.allocate(
+        layout, seal_secret=secrets.token_bytes(32) if settings.integrity in {"seal", "full"} else None
+    )
+
+
+def _card(loaded: LoadedModel, settings: WorkerSettings, created_s: int) -> ModelCard:
+    """What gateways are told of the model."""
+    config = loaded.config
+    return ModelCard(
+        name=settings.model_name,
+        digest=loaded.digest,
+        architecture=config.architecture,
+        context_length=config.context_length,
+        max_request_tokens=min(config.context_length, settings.num_pages * settings.page_size),
+        tokenizer=loaded.tokenizer,
+        created_s=created_s,
+        kv_dtype=settings.kv_dtype,
+    )
+
+
+def _engine(
+    loaded: LoadedModel, kv: KvPool, settings: WorkerSettings, max_request_tokens: int, backend: Backend
+) -> Engine:
+    kv_format = f"{settings.kv_dtype}/page{settings.page_size}/scales-1.0/v1"
+    parts = EngineParts(
+        executor=ModelExecutor(loaded.model, kv, backend, checks_reads=settings.integrity == "full"),
+        namespaces=NamespaceRing(settings.namespace_secret, loaded.digest, kv_format),
+        token_bytes=tuple(token_bytes(loaded.tokenizer)),
+        eos_token_ids=frozenset(loaded.tokenizer.eos_token_ids),
+        max_request_tokens=max_request_tokens,
+        worker_id=settings.worker_id,
+        checks_leases=settings.integrity != "off",
+        now=time.monotonic,
+        now_ms=lambda: time.time_ns() // 1_000_000,
+    )
+    return Engine(parts, settings.max_sequences, settings.step_tokens)
