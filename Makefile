@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(shell find kernels/native -name '*.cpp' -o -name '*.hpp') CMakeLists.txt
 
-.PHONY: setup up test check format lint types architecture bench chaos soak clean
+.PHONY: setup up test check format lint types architecture bench bench-peers chaos soak clean
 
 setup: $(VENV)/.native
 
@@ -54,7 +54,13 @@ soak: setup
 	SOAK_REQUESTS=$(REQUESTS) $(BIN)/python -m pytest tests/chaos/test_soak.py
 
 bench: setup
-	$(BIN)/python -m bench.engine
+	$(BIN)/sluicegate bench kernels
+	$(BIN)/sluicegate bench engine
+
+# Installs the peers first: some 5 GB, and llama.cpp compiles for 5 to 15 minutes. The run itself takes 10 to 20.
+bench-peers: setup
+	$(BIN)/sluicegate bench peers
+	$(BIN)/sluicegate bench engine --peers
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,2 +1,8 @@
-"""Measurements that anybody can repeat: `engine` times kernels and engine on this machine (`make bench`), `queue/` is `sluicegate bench queue`, with
-`fleet` for its processes."""
+"""Measurements that anybody can repeat. `docs/benchmarks.md` says how to run them and how to read what they print.
+
+Read in this order: `rows` (what is measured), `contenders` (who takes part), `engines` (each engine as a process, and the clock), `process`
+(our side of the protocol), `prompts`, `measure` (a run), `bandwidth`, `start` and `neighbours` (floor, real workers, other load), `results`, `goals`, `table`, `picture`,
+and `run`, which joins them; `setup_peers` installs the peers. `kernels` times the products alone; `quality` compares with float32, whose
+weights `float_weights` reads. `queue/` is
+`sluicegate bench queue`, with `fleet` for its processes.
+"""

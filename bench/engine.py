@@ -109,7 +109,7 @@ def run(loaded: LoadedModel, kv_dtype: KvDtype, num_streams: int, length: int) -
     """Seconds until all prompts are computed, and of a decode step in the median."""
     engine = new_engine(loaded, kv_dtype, num_streams * (length + NUM_DECODED + PAGE_SIZE))
     for job in jobs(num_streams, length):
-        engine.submit(job, b"0-0")
+        engine.submit(job)
     started_s = time.perf_counter()
     while engine.totals.generated_tokens == 0 or any(s.num_remaining > 1 for s in engine.scheduler.running):
         engine.step()

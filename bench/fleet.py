@@ -86,15 +86,15 @@ class Fleet:
         await self.run("tenant", "create", tenant, *flags)
         return (await self.run("key", "create", tenant)).split()[-1]
 
-    async def wait_until_ready(self, num_workers: int | None = None) -> None:
-        """Until every gateway sees this many workers (all of them by default) and takes requests."""
-        wanted = len(self.workers) if num_workers is None else num_workers
+    async def wait_until_ready(self) -> None:
+        """Until every gateway takes requests and sees all workers; those that died may still be listed beside them."""
+        wanted = {worker.pid for worker in self.workers}
         end_s = asyncio.get_running_loop().time() + START_S
         for gateway in self.gateways:
             while not await asyncio.to_thread(self._sees, gateway, wanted):
                 self._check_alive()
                 if asyncio.get_running_loop().time() > end_s:
-                    raise RuntimeError(f"{gateway.url} did not see {wanted} workers within {START_S:g} s")
+                    raise RuntimeError(f"{gateway.url} did not see all {len(wanted)} workers within {START_S:g} s")
                 await asyncio.sleep(0.05)
 
     async def statuses(self) -> list[dict[str, Any]]:
@@ -157,10 +157,10 @@ class Fleet:
         finally:
             await client.aclose()
 
-    def _sees(self, gateway: Gateway, num_workers: int) -> bool:
+    def _sees(self, gateway: Gateway, pids: set[int]) -> bool:
         try:
             _read(f"{gateway.url}/health/ready")
-            return len(self._statuses(gateway)) >= num_workers
+            return pids <= {status["pid"] for status in self._statuses(gateway)}
         except (urllib.error.URLError, OSError):
             return False
 

@@ -2,6 +2,6 @@
 
 Reading order, along a request: `app` (composition) with `settings` and `parts`, `connection`, `middleware` with `framing`, `completions` (the two routes for text), `auth` and
 `tenant_store`, `body`, `intake/` (body to typed call and tokens, in processes of its own), `model_directory`, `generation` (jobs out, replies in),
-`submitter`, `mailbox`, `reply_reader`, `liveness`, then `shapes` and `token_text` (replies as JSON) and `sse`. Beside it: `errors` and `error_response`, `redis_link`, `memory`,
-`models`, `openapi`, `health`, `tracing`, `metrics` with `worker_metrics`.
+`submitter`, `mailbox`, `pending_job`, `reply_reader`, `lease_watch`, `liveness`, then `shapes` and `token_text` (replies as JSON) and `sse`. Beside it: `errors`
+and `error_response`, `redis_link`, `memory`, `models`, `openapi`, `health`, `tracing`, `metrics` with `worker_metrics`.
 """

@@ -21,6 +21,7 @@ from gateway.generation import Generations
 from gateway.health import live, metrics, open_metrics, ready, workers
 from gateway.intake.call import IntakeLimits
 from gateway.intake.pool import IntakePool
+from gateway.lease_watch import LeaseWatch
 from gateway.liveness import Liveness
 from gateway.memory import keep_heap_small, keep_trimmed
 from gateway.metrics import Metrics
@@ -32,7 +33,7 @@ from gateway.parts import PARTS, Parts
 from gateway.redis_link import open_redis
 from gateway.reply_reader import ReplyReader
 from gateway.settings import GatewaySettings, SettingsError
-from gateway.submitter import Submitter
+from gateway.submitter import QueueBounds, Submitter
 from gateway.tenant_store import TenantStore
 from gateway.tracing import Tracing
 from protocol.replies import Failed
@@ -99,13 +100,16 @@ async def running_parts(settings: GatewaySettings, tracer: Any | None = None) ->
         stack.push_async_callback(intake.close)
         reader = ReplyReader(link, settings.gateway_id)
         stack.push_async_callback(reader.close)
-        submitter = Submitter(link, settings.job_signing_key, settings.max_waiting_jobs)
+        bounds = QueueBounds(
+            settings.max_waiting_jobs, settings.max_waiting_tokens, settings.max_tenant_jobs, settings.max_tenant_tokens
+        )
+        submitter = Submitter(link, settings.job_signing_key, bounds)
         generations = Generations(settings, link, reader, submitter, store)
         directory.on_refresh = Liveness(link, reader, submitter).look
         auth = Authenticator(link, store, settings.key_pepper, settings.admin_key, settings.key_cache_s)
-        tasks = [
-            asyncio.create_task(job) for job in (reader.keep_open(), reader.run(), directory.run(), keep_trimmed())
-        ]
+        watch = LeaseWatch(link, reader, submitter, settings.gateway_id)
+        jobs = (reader.keep_open(), reader.run(), directory.run(), watch.run(), keep_trimmed())
+        tasks = [asyncio.create_task(job) for job in jobs]
         stack.push_async_callback(_cancel, tasks)
         stack.push_async_callback(generations.close)
         bodies = BodyMemory(settings.max_buffered_bytes)

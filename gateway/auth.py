@@ -18,7 +18,7 @@ MAX_CACHED_KEYS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """An authenticated caller."""
+    """An authenticated caller. `weight` is its tenant's share when there's a queue."""
 
     tenant: TenantId
     key_id: str

@@ -11,8 +11,9 @@ import structlog
 from gateway.auth import Principal
 from gateway.errors import from_failure
 from gateway.intake.call import GenerationCall
-from gateway.mailbox import Mailbox, PendingJob
+from gateway.mailbox import Mailbox
 from gateway.metrics import JobMoment, tenant_class
+from gateway.pending_job import PendingJob
 from gateway.redis_link import COMMAND_TIMEOUT_S, NETWORK_ERRORS, RedisLink
 from gateway.reply_reader import ReplyReader
 from gateway.settings import GatewaySettings
@@ -81,7 +82,7 @@ class Generations:
         """Submit a call's jobs; whatever way the block is left, none of them is left behind. Raises ApiError."""
         mailbox = Mailbox()
         timeout_s = call.timeout_s or self._settings.request_timeout_s
-        pending = [self._pending(call, slot, mailbox, timeout_s) for slot in range(len(call.prompts))]
+        pending = [self._pending(call, slot, mailbox, caller, timeout_s) for slot in range(len(call.prompts))]
         generation = Generation(mailbox, pending, tenant_class(caller.weight))
         for job in pending:
             self._reader.expect(job)
@@ -89,14 +90,15 @@ class Generations:
         # By this name workers log what they do for the request.
         structlog.contextvars.bind_contextvars(request_id=pending[0].request_id)
         try:
+            await self._link.call(self._reader.attend(ModelName(call.model)))
             for job in pending:
-                await self._submitter.submit(self._job(call, job, caller, timeout_s), job)
+                await self._submitter.submit(job, caller.weight)
             yield generation
         finally:
             self._open.discard(generation)
             for job in pending:
                 self._reader.forget(job)
-                if not job.is_finished or job.has_failed_here:
+                if job.is_accepted and (not job.is_finished or job.has_failed_here):
                     self._submitter.withdraw(job)
             self._settle(call, caller, pending)
 
@@ -122,19 +124,21 @@ class Generations:
         await asyncio.gather(*self._settling, return_exceptions=True)
         await self._submitter.close()
 
-    def _pending(self, call: GenerationCall, slot: int, mailbox: Mailbox, timeout_s: float) -> PendingJob:
+    def _pending(
+        self, call: GenerationCall, slot: int, mailbox: Mailbox, caller: Principal, timeout_s: float
+    ) -> PendingJob:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        return PendingJob(new_request_id(), ModelName(call.model), slot, mailbox, deadline_s)
+        return PendingJob(self._job(call, slot, caller, timeout_s), slot, mailbox, deadline_s)
 
-    def _job(self, call: GenerationCall, pending: PendingJob, caller: Principal, timeout_s: float) -> Job:
+    def _job(self, call: GenerationCall, slot: int, caller: Principal, timeout_s: float) -> Job:
         created_ms = now_ms()
-        sampling = call.samplings[pending.slot]
+        sampling = call.samplings[slot]
         return Job(
-            request_id=pending.request_id,
+            request_id=new_request_id(),
             gateway_id=self._settings.gateway_id,
             tenant=caller.tenant,
-            model=pending.model,
-            prompt_token_ids=call.prompts[pending.slot],
+            model=ModelName(call.model),
+            prompt_token_ids=call.prompts[slot],
             sampling=sampling,
             created_ms=created_ms,
             deadline_ms=created_ms + int(timeout_s * 1000),
@@ -142,6 +146,7 @@ class Generations:
             # Echo needs the prompt's tokens as text, which come with its logprobs.
             prompt_logprobs=(sampling.logprobs or 0) if call.echo else None,
             cache_salt=self._salt(caller.tenant, call.cache_salt),
+            priority=call.priority,
             trace_context=current_context(),
         )
 
@@ -154,7 +159,7 @@ class Generations:
 
     def _settle(self, call: GenerationCall, caller: Principal, jobs: list[PendingJob]) -> None:
         """Count what was computed, in the background: the client may be gone, its tokens are not."""
-        submitted = [job for job in jobs if job.entry_id is not None]
+        submitted = [job for job in jobs if job.is_accepted]
         if not submitted:
             return
         amounts = {"requests": 1, "prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0}
@@ -163,7 +168,7 @@ class Generations:
                 amounts["prompt_tokens"] += job.last.prompt_tokens
                 amounts["cached_tokens"] += job.last.cached_tokens
                 amounts["completion_tokens"] += job.last.completion_tokens
-            elif job.worker_id is not None:
+            elif job.has_started:
                 amounts["prompt_tokens"] += len(call.prompts[job.slot])
                 amounts["completion_tokens"] += job.completion_tokens
         task = asyncio.ensure_future(self._write_usage(caller, amounts))

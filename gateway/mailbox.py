@@ -1,19 +1,9 @@
-"""Replies on their way from the one reader of this process to the request that waits for them."""
+"""Replies on their way from the readers of this process to the request that waits for them."""
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from protocol.ids import ModelName, RequestId, WorkerId
-from protocol.replies import (
-    LAST_SEQUENCE,
-    REPLY_ORDER,
-    Delta,
-    Done,
-    Failed,
-    Reply,
-    ReplyEnvelope,
-    Started,
-)
+from protocol.replies import Delta, Reply
 
 # More than a model's context; a client that lets as many tokens pile up is not reading at all.
 MAX_WAITING_REPLIES = 1 << 17
@@ -75,60 +65,3 @@ def _sum(parts: list[Delta]) -> Delta:
         logprobs=tuple(entry for part in parts for entry in part.logprobs),
         finish_reason=parts[-1].finish_reason,
     )
-
-
-@dataclass(slots=True, eq=False)
-class PendingJob:
-    """One job of a request, from before it's submitted until its terminal reply."""
-
-    request_id: RequestId
-    model: ModelName
-    slot: int
-    mailbox: Mailbox
-    deadline_s: float  # of the event loop's clock
-    attempt: int = 1
-    entry_id: bytes | None = None
-    worker_id: WorkerId | None = None
-    unserved_since_s: float | None = None
-    completion_tokens: int = 0
-    last: Done | Failed | None = None
-    has_failed_here: bool = False  # ended from this side: its worker may still be at it
-    _next_sequence: int = 0
-    _last_kind: type | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether its terminal reply has come."""
-        return self.last is not None
-
-    def receive(self, envelope: ReplyEnvelope) -> None:
-        """Take a reply if it is the next one. Duplicates and stale attempts are dropped; a gap or a wrong order ends the job."""
-        if self.is_finished or envelope.attempt != self.attempt:
-            return
-        reply = envelope.reply
-        is_last_word = envelope.sequence == LAST_SEQUENCE and isinstance(reply, Failed)
-        if not is_last_word:
-            if envelope.sequence < self._next_sequence:
-                return
-            if envelope.sequence > self._next_sequence or type(reply) not in REPLY_ORDER[self._last_kind]:
-                self.fail(Failed("internal_error", "part of the answer was lost on its way"))
-                return
-        self._next_sequence = envelope.sequence + 1
-        self._last_kind = type(reply)
-        self._note(reply)
-
-    def fail(self, failed: Failed) -> None:
-        """End the job from this side."""
-        if not self.is_finished:
-            self.has_failed_here = True
-            self._note(failed)
-
-    def _note(self, reply: Reply) -> None:
-        if isinstance(reply, Started):
-            self.worker_id = reply.worker_id
-            return
-        if isinstance(reply, Delta):
-            self.completion_tokens += len(reply.token_ids)
-        elif isinstance(reply, (Done, Failed)):
-            self.last = reply
-        self.mailbox.put(self.slot, reply)

@@ -14,10 +14,12 @@ import structlog
 from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError
 
 from gateway.errors import unavailable
 from protocol.key_space import KeySpace
+from protocol.link_state import LinkState
+from protocol.queue_lua import Script
 from protocol.redis_url import cluster_node_url
 
 _log = structlog.get_logger(__name__)
@@ -62,13 +64,30 @@ class RedisLink:
         self.commands = commands
         self.blocking = blocking
         self.keys = keys
-        self.is_up = True
-        self._down_since_s = 0.0
+        self.is_full = False
+        self._state = LinkState(time.monotonic)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether Redis answers."""
+        return self._state.is_up
+
+    async def run(self, script: Script, keys: list[str], *arguments: Any) -> Any:
+        """A script's result; one that Redis has forgotten is sent again."""
+        try:
+            return await self.commands.evalsha(script.sha, len(keys), *keys, *arguments)
+        except NoScriptError:
+            return await self.commands.eval(script.text, len(keys), *keys, *arguments)
 
     async def call(self, command: Awaitable[T]) -> T:
         """A command's result; raises ApiError 503 if Redis doesn't give one."""
         try:
             result = await command
+        except OutOfMemoryError:
+            if not self.is_full:
+                _log.error("redis_out_of_memory")
+            self.is_full = True
+            raise unavailable("The request queue is out of memory; try again in a moment.", "overloaded", 5) from None
         except NETWORK_ERRORS as error:
             self.failed(error)
             raise unavailable("The request queue is not reachable; try again in a moment.") from None
@@ -77,28 +96,36 @@ class RedisLink:
 
     def failed(self, error: BaseException) -> None:
         """Note that Redis did not answer."""
-        if self.is_up:
+        if self._state.failed():
             _log.error("redis_unreachable", error=type(error).__name__)
-            self._down_since_s = time.monotonic()
-        self.is_up = False
 
     @property
     def down_s(self) -> float:
         """For how long Redis has not answered."""
-        return 0.0 if self.is_up else time.monotonic() - self._down_since_s
+        return 0.0 if self._state.is_up else self._state.for_s
+
+    def has_room(self) -> None:
+        """Note that Redis took something new."""
+        if self.is_full:
+            _log.info("redis_has_room_again")
+        self.is_full = False
+
+    @property
+    def up_s(self) -> float:
+        """For how long Redis has answered since it last did not."""
+        return self._state.for_s if self._state.is_up else 0.0
 
     def answered(self) -> None:
         """Note that Redis did answer."""
-        if not self.is_up:
+        if self._state.answered():
             _log.info("redis_reachable_again")
-        self.is_up = True
 
 
 @asynccontextmanager
 async def open_redis(url: str, key_prefix: str) -> AsyncIterator[RedisLink]:
     """Clients that are closed at the end. Nothing is sent yet."""
     commands = _client(url, COMMAND_TIMEOUT_S, MAX_CONNECTIONS)
-    blocking = _client(url, BLOCKING_TIMEOUT_S, 4)
+    blocking = _client(url, BLOCKING_TIMEOUT_S, MAX_CONNECTIONS)
     try:
         yield RedisLink(commands, blocking, KeySpace(key_prefix))
     finally:

@@ -31,6 +31,9 @@ class GatewaySettings:
     intake_wait_s: float = 10.0
     intake_processes: int = 2
     max_waiting_jobs: int = 1000
+    max_waiting_tokens: int = 4_000_000
+    max_tenant_jobs: int = 250
+    max_tenant_tokens: int = 1_000_000
     max_choices: int = 16
     max_prompts: int = 64
     request_timeout_s: float = 600.0

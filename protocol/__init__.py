@@ -1,5 +1,7 @@
 """What crosses Redis: messages, their codec, every key name, every Lua script. No I/O.
 
 Reading order: `ids`, `errors`, `codec` (typed msgpack), `job` (gateway to worker), `signing`, `replies` (worker to
-gateway), `model_card` (what a worker tells of itself), `tenancy` (tenants and API keys), `redis_url` (clusters), `key_space` (key names), `scripts` (Lua).
+gateway), `model_card` (what a worker tells of itself), `tenancy` (tenants and API keys), `faults` (damage on demand),
+`redis_url` (clusters), `key_space` (key names),
+`scripts` (Lua about who is there), `queue_lua` and `queue_scripts` (Lua of the queue), `link_state` (whether Redis answers).
 """

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 from protocol.ids import GatewayId, ModelName, RequestId, TenantId
+from protocol.key_space import PriorityClass, line_name
+from protocol.replies import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +35,29 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleProgress:
+    """What a client already has of one sample: its tokens so far, and why it ended if it has."""
+
+    token_ids: tuple[int, ...] = field(repr=False)
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where another attempt goes on: the samples as far as they were delivered, and what the first attempt found in the cache."""
+
+    samples: tuple[SampleProgress, ...] = field(repr=False)
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One prompt on its way to a worker.
 
     `attempt` counts from 1; a message of an older attempt is stale. Times are Unix milliseconds. `prompt_logprobs` asks for
     the logprob of each prompt token with that many alternatives (`echo` of /v1/completions). `cache_salt` narrows the
-    namespace in which prefixes are shared; it can never widen it, since the tenant is always part of it.
+    namespace in which prefixes are shared; it can never widen it, since the tenant is always part of it. `progress` is set if an earlier
+    attempt was lost after its gateway had something of it: then the answer goes on from there.
     """
 
     request_id: RequestId
@@ -53,4 +72,16 @@ class Job:
     attempt: int = 1
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
+    priority: PriorityClass = "interactive"
+    progress: Progress | None = None
     trace_context: str | None = None  # a W3C traceparent
+
+    @property
+    def line(self) -> str:
+        """The line in which it waits."""
+        return line_name(self.priority, self.tenant)
+
+    @property
+    def max_output_tokens(self) -> int:
+        """The most tokens that may be generated, over all samples."""
+        return self.sampling.max_tokens * self.n

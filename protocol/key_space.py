@@ -1,13 +1,56 @@
 """Every Redis key name. All keys of one model carry one hash tag, so that a cluster keeps them in one slot."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Literal
 
 from protocol.ids import GatewayId, ModelName, TenantId, WorkerId
 
-JOB_FIELD = b"job"  # the one field of an entry on a job stream: the signed envelope
-REPLIES_FIELD = b"r"  # the one field of an entry on a reply stream: encoded replies
+# Fields of an entry of a line. Only the envelope is trusted; the others are hints for scheduling, and for whom to tell if it isn't sound.
+JOB_FIELD = b"job"  # the signed envelope
 CANCEL_FIELD = b"c"  # the one field of an entry on a cancel stream: the request id
-WORKER_GROUP = "workers"  # the consumer group of every job stream; consumers are worker ids
+WORKER_GROUP = "workers"  # the consumer group of every line; consumers are worker ids
+RETURNED = "-"  # the consumer that holds the entries of jobs that were taken from a worker and wait for another
+
+PriorityClass = Literal["interactive", "batch"]
+CLASSES: tuple[PriorityClass, ...] = ("interactive", "batch")
+
+
+def line_name(priority: PriorityClass, tenant: TenantId) -> str:
+    """The name of a tenant's line in a class. Neither part can hold a slash."""
+    return f"{priority}/{tenant}"
+
+
+@dataclass(frozen=True, slots=True)
+class QueueKeys:
+    """The keys of one model's queue that have a fixed name, in the order in which scripts take them.
+
+    live      hash: request id -> `state|owner|attempt|charge|line|entry|gateway`, from submission to the end
+    leases    sorted set: request id of each job that a worker holds -> the Redis time (ms) until which it's believed to be at it
+    returned  list: request ids of jobs that were taken from a worker, the first to be served
+    resumes   hash: request id -> the signed envelope that continues the job, in place of the one in its line
+    fair      hash: `v:TENANT` virtual time, `w:TENANT` weight, `floor`, `pulls`
+    ready_*   sorted sets: tenants with waiting jobs of a class -> their virtual time
+    load      hash: `n`, `t` waiting jobs and expected tokens of the model, `n:TENANT`, `t:TENANT` of a tenant, `l:LINE` jobs of a line
+    pace      hash: how long answers are and how fast work gets done; has a time to live
+    lines     set: names of the lines that exist
+    doorbell  list: one item for each idle worker that should look
+    """
+
+    live: str
+    leases: str
+    returned: str
+    resumes: str
+    fair: str
+    ready_interactive: str
+    ready_batch: str
+    load: str
+    pace: str
+    lines: str
+    doorbell: str
+
+    def all(self) -> list[str]:
+        """In the order that scripts expect."""
+        return [getattr(self, field.name) for field in fields(self)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +59,17 @@ class KeySpace:
 
     prefix: str = "sg"
 
-    def jobs(self, model: ModelName) -> str:
-        """Stream of signed jobs. An entry lives until its request has ended: it is acknowledged and deleted together."""
-        return f"{self.prefix}:{{{model}}}:jobs"
+    def line(self, model: ModelName, line: str) -> str:
+        """Stream of a line's signed jobs. An entry lives until its request has ended; the last one takes the stream along."""
+        return f"{self.prefix}:{{{model}}}:line:{line}"
+
+    def queue(self, model: ModelName) -> QueueKeys:
+        """The fixed keys of a model's queue."""
+        return QueueKeys(*(f"{self.prefix}:{{{model}}}:{field.name}" for field in fields(QueueKeys)))
+
+    def dead(self, model: ModelName) -> str:
+        """Stream of jobs that were given up: the envelope and why. Bounded, and with a time to live."""
+        return f"{self.prefix}:{{{model}}}:dead"
 
     def cancels(self, model: ModelName) -> str:
         """Stream of request ids that workers must drop; trimmed by age, gone when unused."""
@@ -44,9 +95,11 @@ class KeySpace:
         """What became of an order, with a TTL."""
         return f"{self.prefix}:{{{model}}}:fault:{order_id}"
 
-    def replies(self, gateway_id: GatewayId) -> str:
-        """Stream of replies to one gateway process. Workers never create it: if it is absent, that gateway is gone."""
-        return f"{self.prefix}:replies:{gateway_id}"
+    def replies(self, model: ModelName, gateway_id: GatewayId) -> str:
+        """Stream of a model's replies to one gateway process; a field for each request. Workers never create it: if it is absent, that
+        gateway is gone. It carries the model's hash tag, so that a reply and the check of who may write it are one step.
+        """
+        return f"{self.prefix}:{{{model}}}:replies:{gateway_id}"
 
     @property
     def models(self) -> str:

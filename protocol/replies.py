@@ -1,7 +1,7 @@
 """What a worker tells a gateway about a request, in order: Started, then PromptLogprobs if asked for, then Deltas, then
 exactly one terminal message, Done or Failed. `REPLY_ORDER` says which may follow which.
 
-Many requests' replies travel in one stream entry. Each carries its request, attempt and a sequence number that counts from 0
+Many requests' replies travel in one stream entry, a field for each request. Each carries its request, attempt and a sequence number that counts from 0
 within the attempt: a duplicate is dropped by it, a gap is an error. Who ends a request on behalf of a dead worker can't know its
 count and uses LAST_SEQUENCE, which follows any other.
 """
@@ -56,7 +56,8 @@ class Delta:
     """What one engine step added to sample `index`.
 
     `text` is ready to show: whole UTF-8 characters, nothing that may still become a stop string. `token_ids` are all tokens
-    sampled, `logprobs` the entries of the tokens whose text is in `text`. The last delta has a finish_reason.
+    sampled, `logprobs` the entries of the tokens whose text is in `text`. The last delta has a finish_reason, and the first one of a request
+    says how many tokens of its prompt were found in the cache: an attempt that takes over can't know.
     """
 
     index: int
@@ -64,6 +65,7 @@ class Delta:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +115,13 @@ class ReplyEnvelope:
 
 
 def encode_replies(envelopes: Iterable[ReplyEnvelope]) -> bytes:
-    """One stream entry's payload."""
+    """The payload of a request's field, or of several requests."""
     rows = [[e.request_id, e.attempt, e.sequence, encode_tagged(_TAGS, e.reply)] for e in envelopes]
     return pack(rows)
 
 
 def decode_replies(raw: bytes) -> list[ReplyEnvelope]:
-    """The replies of one stream entry; raises DecodeError."""
+    """The replies of a payload; raises DecodeError."""
     return [_envelope(row) for row in unpack_list(raw)]
 
 

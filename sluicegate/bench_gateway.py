@@ -133,7 +133,6 @@ async def _claim_model(parts: Any) -> str:
     """What a worker's heartbeat leaves in Redis, for an hour."""
     from protocol.codec import encode
     from protocol.ids import ModelName, WorkerId
-    from protocol.key_space import WORKER_GROUP
     from protocol.model_card import ModelCard, TokenizerSpec, WorkerStatus
     from protocol.scripts import ANNOUNCE_MODEL, HEARTBEAT
 
@@ -147,7 +146,6 @@ async def _claim_model(parts: Any) -> str:
     status = WorkerStatus(worker, model, digest, 1024, 1024, 0, 0, 0, 32)
     await client.eval(HEARTBEAT, 3, *names, worker, encode(status), ttl_ms)
     await client.set(names[2], card, px=ttl_ms)
-    await client.xgroup_create(keys.jobs(model), WORKER_GROUP, id="0", mkstream=True)
     await client.eval(ANNOUNCE_MODEL, 1, keys.models, model, ttl_ms)
     await parts.directory.refresh()
     return str(model)

@@ -95,10 +95,12 @@ def make_parser() -> argparse.ArgumentParser:
     _add_processes(commands)
     _add_tenants(commands)
     _add_keys(commands)
+    _add_queue(commands)
     _add_models(commands)
     _add_chat(commands)
     _add_config(commands)
     _add_faults(commands)
+    _add_doctor(commands)
     _add_bench(commands)
     return parser
 
@@ -227,6 +229,19 @@ def _add_processes(commands: "argparse._SubParsersAction[argparse.ArgumentParser
         help="implementation of the numerical kernels",
     )  # fmt: skip
     _synthetic(parser)
+    parser.add_argument(
+        "--lease",
+        type=_seconds,
+        metavar="SECONDS",
+        default=2.0,
+        help="silence after which others take over a worker's jobs",
+    )
+    parser.add_argument(
+        "--stall", type=_seconds, metavar="SECONDS", default=30.0, help="longest step before the engine counts as stuck"
+    )
+    parser.add_argument(
+        "--max-deliveries", type=_whole(1, 100), metavar="N", default=3, help="workers that one job may take down"
+    )
     _drain(parser)
     _trace(parser)
 
@@ -258,6 +273,26 @@ def _add_keys(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser = _add(actions, "revoke", "tenants:revoke_key", "remove a key; gateways refuse it within a second")
     parser.add_argument("key_id", help="its public id, from `sluicegate key list`")
     _redis(parser)
+
+
+def _add_queue(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    group = commands.add_parser(
+        "queue", help="look at the queue, and at jobs that were given up", description="Queues of the models."
+    )
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+    parsers = [_add(actions, "inspect", "queue:inspect", "show what waits, what runs and what was given up")]
+    parser = _add(actions, "requeue", "queue:requeue", "run a dead job again and tell how it ends")
+    parser.add_argument("dead_id", help="its number, from `sluicegate queue inspect`")
+    parser.add_argument(
+        "--timeout", type=_seconds, metavar="SECONDS", default=120.0, help="how long to wait for its end"
+    )
+    parsers.append(parser)
+    parser = _add(actions, "purge", "queue:purge", "forget dead jobs")
+    parser.add_argument("dead_id", nargs="?", help="only this one")
+    parsers.append(parser)
+    for each in parsers:
+        each.add_argument("--model", metavar="NAME", help="only this model's")
+        _redis(each)
 
 
 def _add_models(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -315,9 +350,37 @@ def _add_faults(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     _redis(parser)
 
 
-def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    group = commands.add_parser("bench", help="measure on this machine", description="Measurements on this machine.")
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    group = commands.add_parser("doctor", help="examine what is promised", description="Examinations of promises.")
     actions = group.add_subparsers(metavar="WHAT", required=True)
+    more = "\n\nStarts a stack for each mode in a temporary folder, damages its pages in every way, and prints what was found."
+    parser = _add(actions, "integrity", "doctor:integrity", "every kind of damage in every mode", more)
+    parser.add_argument("--modes", nargs="+", choices=("off", "lease", "seal", "full"), help="only these")
+    parser.add_argument("--kinds", nargs="+", choices=tuple(FAULT_KINDS), metavar="KIND", help="only these")
+    parser.add_argument("--model", metavar="NAME_OR_PATH", help="a known model's name, a file or a folder")
+    parser.add_argument("--json", metavar="FILE", help="write every cell there too")
+
+
+def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    group = commands.add_parser("bench", help="measure speed and quality", description="Measurements on this machine.")
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+    more = "\n\nWith --peers, other engines that are installed take turns with ours in every row (`bench peers` installs them)."
+    parser = _add(actions, "engine", "bench:engine", "time prompts and decoding beside the memory's bandwidth", more)
+    _model_to_measure(parser)
+    parser.add_argument("--rows", choices=("full", "quick", "tiny"), default="full", help="which rows")
+    parser.add_argument(
+        "--rounds", type=_whole(1, 100), metavar="N", help="rounds of each row (default: the row's own)"
+    )
+    parser.add_argument("--peers", action="store_true", help="measure the peers too")
+    _peers(parser)
+    parser.add_argument("--no-worker", action="store_true", help="leave out the starts of real workers")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
+    parser = _add(actions, "kernels", "bench:kernels", "time the matrix products alone")
+    parser.add_argument("--kernels", choices=("auto", "ref", "cpu", "gpu"), default="auto", help="implementation")
+    parser = _add(actions, "quality", "bench:quality", "compare perplexity and logits with a float32 model's")
+    _model_to_measure(parser)
+    parser.add_argument("--tokens", type=_whole(1, 1 << 20), metavar="N", default=4096, help="tokens of text")
+    _peers(_add(actions, "peers", "bench:peers", "install the engines that ours is compared with"))
     parser = _add(actions, "gateway", "bench_gateway:run", "CPU time of authentication and admission")
     parser.add_argument(
         "--requests", type=_whole(1, 1_000_000), metavar="N", default=2000, help="requests of each kind"
@@ -332,3 +395,17 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--seconds", type=_seconds, metavar="S", default=6.0, help="how long each number is measured")
     parser.add_argument("--out", metavar="DIR", default="bench/results", help="where the numbers and the picture go")
+
+
+def _model_to_measure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="NAME_OR_PATH", default=DEFAULT_MODEL, help="a known model's name, or a GGUF file"
+    )
+    parser.add_argument("--out", metavar="DIR", default="bench/results", help="folder for the results")
+
+
+def _peers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--peers-dir", metavar="DIR", help="folder of the peers (default: .peers beside the bench package)"
+    )
+    parser.add_argument("--only", metavar="NAME", nargs="+", help="only these engines")

@@ -70,6 +70,9 @@ def worker(arguments: Namespace) -> None:
             page_size=arguments.page_size,
             max_sequences=arguments.max_sequences,
             step_tokens=arguments.step_tokens,
+            lease_s=arguments.lease,
+            stall_s=arguments.stall,
+            max_deliveries=arguments.max_deliveries,
             drain_grace_s=arguments.drain_grace,
             synthetic=synthetic if is_synthetic else None,
         )

@@ -1,138 +1,118 @@
 """From Redis to the engine: jobs of this worker's model, and cancellations.
 
-A job stays in the consumer group's pending list until its request has ended. The worker takes no more than it can run, so that
+A job stays in the pending list of its line until its request has ended. The worker takes no more than it can run, so that
 the rest of the queue stays free for other workers.
 """
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 import structlog
-from redis.exceptions import RedisError, ResponseError
 
-from protocol.errors import ProtocolError
-from protocol.ids import ModelName, RequestId, WorkerId
+from protocol.errors import DecodeError, ProtocolError, SignatureError
+from protocol.ids import ModelName, RequestId
 from protocol.job import Job
-from protocol.key_space import CANCEL_FIELD, JOB_FIELD, WORKER_GROUP
-from protocol.scripts import FINISH
+from protocol.key_space import CANCEL_FIELD
+from protocol.replies import LAST_SEQUENCE, Failed, ReplyEnvelope
 from protocol.signing import open_job
 from worker.engine_thread import EngineThread
-from worker.outgoing import Outgoing
-from worker.redis_link import BLOCK_MS, RECONNECT_S, RedisLink
+from worker.in_flight import InFlight
+from worker.job_queue import JobQueue, PulledJob
+from worker.redis_link import BLOCK_MS, NETWORK_ERRORS, RECONNECT_S, RedisLink
 
 _log = structlog.get_logger(__name__)
 
-NETWORK_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
-
-
-class InFlight:
-    """The jobs that this worker has taken and not yet ended, by request."""
-
-    def __init__(self, max_sequences: int) -> None:
-        self._max_sequences = max_sequences
-        self._jobs: dict[RequestId, Job] = {}
-        self._num_sequences = 0
-        self._changed = asyncio.Event()
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._jobs
-
-    def add(self, job: Job) -> None:
-        """A job was taken."""
-        self._jobs[job.request_id] = job
-        self._num_sequences += job.n
-
-    def ended(self, outgoing: Outgoing) -> None:
-        """A job's terminal reply has left."""
-        job = self._jobs.pop(outgoing.envelope.request_id, None)
-        if job is not None:
-            self._num_sequences -= job.n
-            self._changed.set()
-
-    async def wait_for_room(self) -> None:
-        """Until another job may be taken."""
-        await self._wait(lambda: self._num_sequences < self._max_sequences)
-
-    async def wait_until_empty(self) -> None:
-        """Until all jobs have ended."""
-        await self._wait(lambda: not self._jobs)
-
-    async def _wait(self, condition: Any) -> None:
-        while not condition():
-            self._changed.clear()
-            await self._changed.wait()
-
 
 class Consumer:
-    """Takes jobs one by one and verifies them."""
+    """Takes jobs one by one and verifies them. A job that was given to `max_deliveries` workers and ended none of them is given up."""
 
     def __init__(
-        self, link: RedisLink, model: ModelName, worker_id: WorkerId, signing_key: bytes,
+        self, link: RedisLink, queue: JobQueue, model: ModelName, signing_key: bytes, max_deliveries: int,
         engine: EngineThread, in_flight: InFlight,
     ) -> None:  # fmt: skip
         self._link = link
+        self._queue = queue
         self._model = model
-        self._worker_id = worker_id
         self._signing_key = signing_key
+        self._max_deliveries = max_deliveries
         self._engine = engine
         self._in_flight = in_flight
-        self._jobs_key = link.keys.jobs(model)
+        self._stopping = asyncio.Event()
 
-    async def join_group(self) -> None:
-        """Make sure that the job stream and its group exist; jobs that wait already are read from the start."""
-        try:
-            await self._link.commands.xgroup_create(self._jobs_key, WORKER_GROUP, id="0", mkstream=True)
-        except ResponseError as error:
-            if "BUSYGROUP" not in str(error):
-                raise
+    def stop(self) -> None:
+        """Take no more. What is just being taken is: a job must not be lost between Redis and here."""
+        self._stopping.set()
 
     async def run(self) -> None:
-        """Take jobs until cancelled; a Redis that's away or restarted empty is waited for."""
-        while True:
-            await self._in_flight.wait_for_room()
+        """Take jobs until stopped; a Redis that's away or restarted empty is waited for."""
+        while not self._stopping.is_set():
+            await self._unless_stopping(self._in_flight.wait_for_room())
+            if self._stopping.is_set():
+                return
             try:
                 await self._take_one()
-            except ResponseError as error:
-                if "NOGROUP" not in str(error) and "UNBLOCKED" not in str(error):
-                    _log.warning("job_read_refused", error=str(error)[:200])
-                    await asyncio.sleep(RECONNECT_S)
-                await self._rejoin()
-            except NETWORK_ERRORS:
-                await asyncio.sleep(RECONNECT_S)
-
-    async def _rejoin(self) -> None:
-        try:
-            await self.join_group()
-        except NETWORK_ERRORS:
-            await asyncio.sleep(RECONNECT_S)
+            except NETWORK_ERRORS as error:
+                self._link.failed(error)
+                await self._unless_stopping(asyncio.sleep(RECONNECT_S))
 
     async def _take_one(self) -> None:
-        found = await self._link.blocking.xreadgroup(
-            WORKER_GROUP, self._worker_id, {self._jobs_key: ">"}, count=1, block=BLOCK_MS
-        )
-        for entry_id, fields in _entries(found):
-            await self._accept(entry_id, fields)
+        pulled = await self._queue.pull()
+        self._link.answered()
+        if pulled is not None:
+            await self._accept(pulled)
+            return
+        await self._unless_stopping(self._queue.wait())
+        if self._stopping.is_set():
+            await self._queue.ring()
 
-    async def _accept(self, entry_id: bytes, fields: dict[bytes, bytes]) -> None:
+    async def _accept(self, pulled: PulledJob) -> None:
+        job, problem = self._opened(pulled)
+        if job is None:
+            _log.error("job_refused", reason=problem, line=pulled.line, deliveries=pulled.deliveries)
+            failed = Failed("internal_error", "the request was damaged in the queue")
+            await self._bury(pulled, problem, failed)
+            return
+        if pulled.deliveries > self._max_deliveries:
+            _log.error("job_given_up", request_id=job.request_id, tenant=job.tenant, deliveries=pulled.deliveries)
+            message = f"the request was given up: {self._max_deliveries} workers were lost while they computed it"
+            await self._bury(pulled, "poisonous", Failed("worker_lost", message))
+            return
+        if (earlier := self._in_flight.add(job)) is not None:
+            # This worker lost it, and gets it again before it has noticed.
+            self._engine.drop(earlier.request_id, earlier.attempt)
+        self._engine.submit(job)
+
+    def _opened(self, pulled: PulledJob) -> tuple[Job | None, str]:
+        """The job, or None and why it isn't one that a gateway has put there."""
         try:
-            job = open_job(self._signing_key, fields[JOB_FIELD])
-        except (ProtocolError, KeyError) as error:
-            # Nothing in it can be trusted, not even whom to tell.
-            _log.error("job_refused", reason=type(error).__name__)
-            await self._forget(entry_id)
-            return
-        if job.model != self._model or job.request_id in self._in_flight:
-            _log.error("job_refused", reason="another model" if job.model != self._model else "second delivery")
-            await self._forget(entry_id)
-            return
-        self._in_flight.add(job)
-        self._engine.submit(job, entry_id)
+            job = open_job(self._signing_key, pulled.envelope)
+        except SignatureError:
+            return None, "signature"
+        except DecodeError:
+            return None, "malformed"
+        except ProtocolError:
+            return None, "protocol"
+        place = (job.model, job.request_id, job.line, job.attempt, job.gateway_id)
+        if place != (self._model, pulled.request_id, pulled.line, pulled.attempt, pulled.gateway_id):
+            return None, "misplaced"
+        return job, ""
 
-    async def _forget(self, entry_id: bytes) -> None:
-        await self._link.commands.eval(FINISH, 1, self._jobs_key, entry_id)
+    async def _bury(self, pulled: PulledJob, reason: str, failed: Failed) -> None:
+        envelope = ReplyEnvelope(pulled.request_id, max(pulled.attempt, 1), LAST_SEQUENCE, failed)
+        await self._queue.bury(pulled, reason, envelope)
+
+    async def _unless_stopping(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Await something that may be left undone when the worker stops."""
+        tasks = [asyncio.ensure_future(work), asyncio.ensure_future(self._stopping.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        if isinstance(results[0], Exception):
+            raise results[0]
 
 
 async def watch_cancels(link: RedisLink, model: ModelName, engine: EngineThread) -> None:
@@ -141,7 +121,8 @@ async def watch_cancels(link: RedisLink, model: ModelName, engine: EngineThread)
     while True:
         try:
             found = await link.blocking.xread({key: last}, count=1000, block=BLOCK_MS)
-        except NETWORK_ERRORS:
+        except NETWORK_ERRORS as error:
+            link.failed(error)
             await asyncio.sleep(RECONNECT_S)
             continue
         for entry_id, fields in _entries(found):

@@ -29,6 +29,7 @@ from worker.cache.page_cache import PageCache
 from worker.executor import ChunkResult, Executor, StepBatch, prompt_logit_positions
 from worker.integrity import Integrity
 from worker.outgoing import Outgoing
+from worker.resume import progress_problem, take_up
 from worker.sampling import NotFinite, Sampled, SamplerRow
 from worker.sampling.logprobs import Top
 from worker.scheduler import Chunk, Scheduler
@@ -105,10 +106,10 @@ class Engine:
         """Whether some request is not finished."""
         return bool(self._requests)
 
-    def submit(self, job: Job, entry_id: bytes) -> None:
+    def submit(self, job: Job) -> None:
         """Take a job. One that can't be served gets its terminal reply at once."""
         assert job.request_id not in self._requests, "the consumer drops second deliveries"
-        request = Request(job, entry_id, self._parts.namespaces.namespace(job.tenant, job.cache_salt))
+        request = Request(job, self._parts.namespaces.namespace(job.tenant, job.cache_salt))
         self._requests[job.request_id] = request
         self._reply(request, Started(self._parts.worker_id))
         if self._cancelled.pop(job.request_id, None) is not None:
@@ -116,9 +117,7 @@ class Engine:
         elif (problem := self._problem(job)) is not None:
             self._fail(request, "invalid_job", problem)
         else:
-            request.sequences = [self._sequence(request, index) for index in range(job.n)]
-            for sequence in request.sequences:
-                self.scheduler.add(sequence)
+            self._begin(request)
 
     def cancel(self, request_id: RequestId) -> None:
         """Drop a request. One that has not arrived yet is dropped when it does; one that's gone is none of our business."""
@@ -130,6 +129,12 @@ class Engine:
         self._cancelled = {key: until for key, until in self._cancelled.items() if until > now}
         if len(self._cancelled) < MAX_REMEMBERED_CANCELS:
             self._cancelled[request_id] = now + CANCEL_MEMORY_S
+
+    def drop(self, request_id: RequestId, attempt: int) -> None:
+        """Drop a request if this attempt of it is here."""
+        request = self._requests.get(request_id)
+        if request is not None and request.job.attempt == attempt:
+            self._fail(request, "cancelled", "the request is computed elsewhere")
 
     def fail_all(self, code: FailureCode, message: str) -> None:
         """End every request."""
@@ -167,7 +172,24 @@ class Engine:
             return "max_tokens or n is out of range"
         if len(job.prompt_token_ids) + job.sampling.max_tokens > self._parts.max_request_tokens:
             return f"prompt and max_tokens exceed the {self._parts.max_request_tokens} tokens that this worker can hold"
-        return None
+        return progress_problem(job, vocab_size)
+
+    def _begin(self, request: Request) -> None:
+        """Set its sequences up: from the start, or where an earlier attempt was."""
+        request.sequences = [self._sequence(request, index) for index in range(request.job.n)]
+        progress = request.job.progress
+        if progress is not None:
+            request.cached_tokens = progress.cached_tokens
+            for sequence, sample in zip(request.sequences, progress.samples, strict=True):
+                take_up(sequence, sample, self._new_text(request.job))
+        for sequence in request.sequences:
+            if sequence.state is not State.FINISHED:
+                self.scheduler.add(sequence)
+        if request.is_finished:
+            self._end(request, self._done(request))
+
+    def _new_text(self, job: Job) -> TextStream:
+        return TextStream(self._parts.token_bytes, job.sampling.stop, job.sampling.min_tokens)
 
     def _sequence(self, request: Request, index: int) -> Sequence:
         job = request.job
@@ -182,7 +204,7 @@ class Engine:
                 eos_token_ids=self._parts.eos_token_ids,
                 vocab_size=len(self._parts.token_bytes),
             ),
-            text=TextStream(self._parts.token_bytes, job.sampling.stop, job.sampling.min_tokens),
+            text=self._new_text(job),
         )
 
     def _expire(self) -> None:
@@ -246,7 +268,12 @@ class Engine:
         self._report_prompt(request)
         sampling = request.job.sampling
         if sampling.max_tokens == 0:
-            self._finish(sequence, Delta(sequence.index, "", (), (), "length"))
+            self._finish(sequence, Delta(sequence.index, "", (), (), "length", request.first_cached_tokens()))
+            return
+        is_known = bool(sequence.repeated)
+        if is_known and sequence.repeated.popleft() != result.token_id:
+            # It would be spliced from two answers: another build, or a fault.
+            self._fail(request, "internal_error", "the answer could not be continued as it had begun")
             return
         sequence.tokens.append(result.token_id)
         sequence.sampler.observe(result.token_id)
@@ -258,9 +285,12 @@ class Engine:
         released = sequence.text.push(
             result.token_id, entry, ends_text=sequence.sampler.ends_with(result.token_id), is_full=is_full
         )
+        if is_known:
+            return  # the client has it
         delta = Delta(
-            sequence.index, released.text, (result.token_id,), tuple(released.entries), released.finish_reason
-        )
+            sequence.index, released.text, (result.token_id,), tuple(released.entries), released.finish_reason,
+            request.first_cached_tokens(),
+        )  # fmt: skip
         if released.finish_reason is not None:
             self._finish(sequence, delta)
         else:
@@ -295,9 +325,10 @@ class Engine:
         self.scheduler.finish(sequence)
         self._reply(request, last)
         if request.is_finished:
-            job = request.job
-            done = Done(len(job.prompt_token_ids), request.cached_tokens, request.completion_tokens)
-            self._end(request, done)
+            self._end(request, self._done(request))
+
+    def _done(self, request: Request) -> Done:
+        return Done(len(request.job.prompt_token_ids), request.cached_tokens, request.completion_tokens)
 
     def _fail_unsound(self, request: Request) -> None:
         """Something not finite came out of the request's pages: none of them is believed, or used again before a scrub."""
@@ -327,7 +358,8 @@ class Engine:
         job = request.job
         envelope = ReplyEnvelope(job.request_id, job.attempt, request.num_replies, reply)
         request.num_replies += 1
-        self._outbox.append(Outgoing(job.gateway_id, request.entry_id, envelope))
+        num_prompt = len(job.prompt_token_ids) if request.is_prompt_reported else 0
+        self._outbox.append(Outgoing(job.gateway_id, job.line, envelope, num_prompt))
 
     def check_invariants(self) -> None:
         """Sequences, pages and requests agree."""

@@ -53,12 +53,17 @@ class Gauges:
 @dataclass(frozen=True, slots=True)
 class _Submit:
     job: Job
-    entry_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Cancel:
     request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class _Drop:
+    request_id: RequestId
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ class _Stop:
     """Leave the thread after the commands before this one."""
 
 
-_Command = _Submit | _Cancel | _FailAll | _Call | _Stop
+_Command = _Submit | _Cancel | _Drop | _FailAll | _Call | _Stop
 
 
 class EngineThread:
@@ -98,14 +103,18 @@ class EngineThread:
         """Begin to take commands."""
         self._thread.start()
 
-    def submit(self, job: Job, entry_id: bytes) -> None:
+    def submit(self, job: Job) -> None:
         """Hand over a job."""
         self._spans.accepted(job)
-        self._commands.put_nowait(_Submit(job, entry_id))
+        self._commands.put_nowait(_Submit(job))
 
     def cancel(self, request_id: RequestId) -> None:
         """Drop a request, now or when it arrives."""
         self._commands.put_nowait(_Cancel(request_id))
+
+    def drop(self, request_id: RequestId, attempt: int) -> None:
+        """Drop a request if this attempt of it is here. A later one that comes isn't touched."""
+        self._commands.put_nowait(_Drop(request_id, attempt))
 
     def fail_all(self, message: str) -> None:
         """End every request because the worker stops."""
@@ -164,9 +173,9 @@ class EngineThread:
         self._engine.scrub()
         self.gauges = self._read_gauges()
 
-    def _carry_out(self, command: _Submit | _Cancel | _FailAll | _Call) -> None:
+    def _carry_out(self, command: _Submit | _Cancel | _Drop | _FailAll | _Call) -> None:
         if isinstance(command, _Submit):
-            self._engine.submit(command.job, command.entry_id)
+            self._engine.submit(command.job)
         elif isinstance(command, _Cancel):
             self._engine.cancel(command.request_id)
         elif isinstance(command, _Call):
@@ -174,6 +183,8 @@ class EngineThread:
                 command.done.set_result(command.work(self._engine))
             except Exception as error:  # the caller's, not the engine's
                 command.done.set_exception(error)
+        elif isinstance(command, _Drop):
+            self._engine.drop(command.request_id, command.attempt)
         else:
             self._engine.fail_all("shutting_down", command.message)
 

@@ -9,10 +9,9 @@ from protocol.codec import decode, encode
 from protocol.errors import DecodeError
 from protocol.faults import ORDER_TTL_S, FaultOrder, FaultReport
 from protocol.ids import ModelName, WorkerId
-from worker.consumer import NETWORK_ERRORS
 from worker.engine import Engine
 from worker.engine_thread import EngineThread
-from worker.redis_link import RECONNECT_S, RedisLink
+from worker.redis_link import NETWORK_ERRORS, RECONNECT_S, RedisLink
 
 _log = structlog.get_logger(__name__)
 

@@ -11,9 +11,8 @@ from protocol.codec import encode
 from protocol.ids import WorkerId
 from protocol.model_card import ModelCard, WorkerStatus
 from protocol.scripts import ANNOUNCE_MODEL, HEARTBEAT
-from worker.consumer import NETWORK_ERRORS
 from worker.engine_thread import EngineThread
-from worker.redis_link import RedisLink
+from worker.redis_link import NETWORK_ERRORS, RedisLink
 from worker.settings import WorkerSettings
 
 _log = structlog.get_logger(__name__)
@@ -40,8 +39,8 @@ class Heartbeat:
         while True:
             try:
                 await self.beat()
-            except NETWORK_ERRORS:
-                pass  # the next beat tries again; readers see the status expire meanwhile
+            except NETWORK_ERRORS as error:
+                self._link.failed(error)  # the next beat tries again; readers see the status expire meanwhile
             await asyncio.sleep(self._settings.heartbeat_s)
 
     async def beat(self) -> None:
@@ -62,6 +61,7 @@ class Heartbeat:
         if not has_card:
             await self._link.commands.set(card_key, self._card, px=ttl_ms * 10)
         await self._link.commands.eval(ANNOUNCE_MODEL, 1, keys.models, self._model, ttl_ms)
+        self._link.answered()
 
     async def leave(self) -> None:
         """Stop counting as alive, at once."""

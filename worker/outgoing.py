@@ -8,11 +8,12 @@ from protocol.replies import Done, Failed, ReplyEnvelope
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A reply, the gateway that waits for it, and the job's place on its stream."""
+    """A reply, the gateway that waits for it, the line of its job, and how many prompt tokens have cost something so far."""
 
     gateway_id: GatewayId
-    entry_id: bytes
+    line: str
     envelope: ReplyEnvelope
+    num_prompt: int = 0
 
     @property
     def is_terminal(self) -> bool:

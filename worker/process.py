@@ -1,7 +1,7 @@
 """One worker, composed: engine thread, and the tasks that join it to Redis.
 
 Life: load the model, join the group, beat, consume. On SIGTERM or SIGINT: take no more jobs, finish those it has within the grace
-time, end the rest with an error, leave. A second signal ends the grace time.
+time, hand the rest over to other workers, leave. A second signal ends the grace time.
 """
 
 import asyncio
@@ -13,16 +13,19 @@ from typing import Any
 
 import structlog
 
-from protocol.ids import ModelName
-from worker.consumer import NETWORK_ERRORS, Consumer, InFlight, watch_cancels
+from protocol.ids import ModelName, RequestId
+from worker.consumer import Consumer, watch_cancels
 from worker.engine_thread import EngineThread
 from worker.fault_control import FaultControl
 from worker.heartbeat import Heartbeat
+from worker.in_flight import InFlight
+from worker.job_queue import JobQueue
+from worker.leases import LeaseKeeper
 from worker.outgoing import Outgoing
 from worker.prepared import Prepared
 from worker.publisher import Publisher
 from worker.reaper import Reaper
-from worker.redis_link import RedisLink, open_redis
+from worker.redis_link import NETWORK_ERRORS, RedisLink, open_redis
 from worker.settings import WorkerSettings
 from worker.spans import JobSpans
 
@@ -90,23 +93,30 @@ class _Worker:
 
     def __init__(self, link: RedisLink, settings: WorkerSettings, prepared: Prepared, spans: JobSpans) -> None:
         self._settings = settings
-        self._in_flight = InFlight(settings.max_sequences)
+        self._in_flight = InFlight(settings.max_sequences, lambda: self._engine.gauges.waiting_sequences)
         self._is_draining = False
         card = prepared.card
         self._engine = EngineThread(prepared.engine, self._deliver, spans)
-        self._publisher = Publisher(link, card.name, self._on_sent, self._engine.cancel)
+        self._queue = JobQueue(link, card.name, settings.worker_id, int(settings.lease_s * 1000))
+        self._publisher = Publisher(link, self._queue, self._on_sent, self._drop)
         self._consumer = Consumer(
-            link, card.name, settings.worker_id, settings.job_signing_key, self._engine, self._in_flight
+            link,
+            self._queue,
+            card.name,
+            settings.job_signing_key,
+            settings.max_deliveries,
+            self._engine,
+            self._in_flight,
         )
+        self._leases = LeaseKeeper(link, self._queue, self._engine, self._in_flight, settings, self._drop)
         self._heartbeat = Heartbeat(link, card, self._engine, settings, lambda: self._is_draining)
-        self._reaper = Reaper(link, card.name, settings)
+        self._reaper = Reaper(link, self._queue, card.name, settings)
         self._link = link
         self._model = ModelName(card.name)
         self._loop = asyncio.get_running_loop()
 
     async def serve(self, stopping: _Signals) -> None:
         """Take jobs until told to stop, then drain. An error in one of the tasks ends the worker."""
-        await self._consumer.join_group()
         self._engine.start()
         await self._heartbeat.beat()
         _log.info("worker_ready", worker_id=self._settings.worker_id, model=self._model)
@@ -117,6 +127,7 @@ class _Worker:
                 for name, job in (
                     ("cancels", watch_cancels(self._link, self._model, self._engine)),
                     ("publisher", self._publisher.run()),
+                    ("leases", self._leases.run()),
                     ("heartbeat", self._heartbeat.run()),
                     ("reaper", self._reaper.run()),
                 )
@@ -126,7 +137,8 @@ class _Worker:
                 others.append(tasks.create_task(control.run(), name="faults"))
             await stopping.wait()
             self._is_draining = True
-            await _cancel([consuming])
+            self._consumer.stop()
+            await asyncio.wait([consuming])
             await self._drain(stopping)
             await _cancel(others)
         await self._leave()
@@ -137,8 +149,18 @@ class _Worker:
             self._in_flight.wait_until_empty(), stopping.wait_again(), timeout_s=self._settings.drain_grace_s
         )
         if len(self._in_flight):
+            await self._hand_over()
             self._engine.fail_all("the worker was stopped before the request was complete")
             await _first_of(self._in_flight.wait_until_empty(), timeout_s=CANCEL_SETTLE_S)
+
+    async def _hand_over(self) -> None:
+        """Let go of what isn't complete. What the engine says of it from here on is refused by Redis."""
+        try:
+            released = await self._queue.release(self._in_flight.holdings())
+        except NETWORK_ERRORS as error:
+            self._link.failed(error)  # the leases end by themselves
+        else:
+            _log.info("jobs_handed_over", jobs=released)
 
     async def _leave(self) -> None:
         self._engine.stop(timeout_s=CANCEL_SETTLE_S)
@@ -151,6 +173,12 @@ class _Worker:
     def _deliver(self, replies: list[Outgoing]) -> None:
         """Called in the engine's thread."""
         self._loop.call_soon_threadsafe(self._publisher.put, replies)
+
+    def _drop(self, request_id: RequestId, attempt: int, reason: str) -> None:
+        """A job isn't wanted from here any more."""
+        if self._in_flight.give_up(request_id, attempt):
+            _log.warning("job_dropped", request_id=request_id, attempt=attempt, reason=reason)
+            self._engine.drop(request_id, attempt)
 
     def _on_sent(self, replies: list[Outgoing]) -> None:
         self._engine.published()

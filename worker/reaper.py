@@ -1,6 +1,7 @@
-"""Ends the jobs of workers that died: their gateways get an error instead of silence, and nothing stays in Redis.
+"""Clears up after the dead: jobs whose worker and gateway are both gone, and the names of workers that are no more.
 
-Any worker may do it for any other of its model. XCLAIM with a minimum idle time lets one of several that try at once win.
+The jobs of a dead worker whose gateway lives are that gateway's business: it continues them. Any worker may do this for any other of its
+model; each step is one script, or harmless if two do it.
 """
 
 import asyncio
@@ -8,81 +9,59 @@ import asyncio
 import structlog
 from redis.exceptions import ResponseError
 
-from protocol.errors import ProtocolError
 from protocol.ids import ModelName
-from protocol.key_space import JOB_FIELD, REPLIES_FIELD, WORKER_GROUP
-from protocol.replies import LAST_SEQUENCE, Failed, ReplyEnvelope, encode_replies
-from protocol.scripts import FINISH, LIVE_WORKERS
-from protocol.signing import open_job
-from worker.consumer import NETWORK_ERRORS
-from worker.redis_link import RedisLink
+from protocol.key_space import RETURNED, WORKER_GROUP
+from protocol.scripts import LIVE_WORKERS
+from worker.job_queue import JobQueue
+from worker.redis_link import NETWORK_ERRORS, RedisLink
 from worker.settings import WorkerSettings
 
 _log = structlog.get_logger(__name__)
 
 REAP_INTERVAL_S = 1.0
-_MAX_CLAIMED = 100
+CONSUMERS_EVERY = 30  # rounds
+MAX_LINES = 200
+MIN_IDLE_MS = 60_000
 
 
 class Reaper:
-    """Looks for consumers that are no longer alive."""
+    """Looks at leases that ended a while ago, and at consumers that are no longer alive."""
 
-    def __init__(self, link: RedisLink, model: ModelName, settings: WorkerSettings) -> None:
+    def __init__(self, link: RedisLink, queue: JobQueue, model: ModelName, settings: WorkerSettings) -> None:
         self._link = link
+        self._queue = queue
         self._settings = settings
-        self._jobs_key = link.keys.jobs(model)
         self._workers_key = link.keys.workers(model)
-        self._min_idle_ms = int(settings.liveness_ttl_s * 1000)
+        # Gateways continue their jobs within a fraction of a lease.
+        self._patience_ms = int(settings.lease_s * 1000)
 
     async def run(self) -> None:
         """Reap until cancelled."""
-        while True:
+        for number in range(1, 1 << 62):
             await asyncio.sleep(REAP_INTERVAL_S)
             try:
                 await self.reap()
-            except ResponseError as error:
-                if "NOGROUP" not in str(error) and "no such key" not in str(error):
-                    _log.warning("reaping_refused", error=str(error)[:200])
-            except NETWORK_ERRORS:
-                continue
+                if number % CONSUMERS_EVERY == 0:
+                    await self.forget_consumers()
+            except NETWORK_ERRORS as error:
+                self._link.failed(error)
 
     async def reap(self) -> None:
-        """One look at all consumers."""
-        consumers = await self._link.commands.xinfo_consumers(self._jobs_key, WORKER_GROUP)
+        """Forget jobs whose worker and gateway are gone."""
+        for job in await self._queue.expired(self._patience_ms):
+            if await self._queue.abandon(job):
+                _log.warning("job_of_dead_gateway_and_worker", request_id=job.request_id)
+
+    async def forget_consumers(self, min_idle_ms: int = MIN_IDLE_MS) -> None:
+        """Remove the names of dead workers from lines that are never empty. They hold nothing: that's checked, since removal would lose it."""
         live = set(await self._link.commands.eval(LIVE_WORKERS, 1, self._workers_key))
-        live.add(self._settings.worker_id.encode())
-        for consumer in consumers:
-            name = consumer["name"]
-            if name in live or consumer["idle"] < self._min_idle_ms:
-                continue
-            if consumer["pending"]:
-                await self._end_jobs(name)
-            else:
-                await self._link.commands.xgroup_delconsumer(self._jobs_key, WORKER_GROUP, name)
-
-    async def _end_jobs(self, dead: bytes) -> None:
-        client = self._link.commands
-        pending = await client.xpending_range(self._jobs_key, WORKER_GROUP, "-", "+", _MAX_CLAIMED, consumername=dead)
-        ids = [row["message_id"] for row in pending]
-        if not ids:
-            return
-        claimed = await client.xclaim(self._jobs_key, WORKER_GROUP, self._settings.worker_id, self._min_idle_ms, ids)
-        for entry_id, fields in claimed:
-            await self._end(entry_id, fields or {}, dead)
-        # Entries that were deleted while pending can't be claimed, only acknowledged.
-        found = {entry_id for entry_id, _ in await client.xrange(self._jobs_key, min=ids[0], max=ids[-1])}
-        if lost := [entry_id for entry_id in ids if entry_id not in found]:
-            await client.xack(self._jobs_key, WORKER_GROUP, *lost)
-
-    async def _end(self, entry_id: bytes, fields: dict[bytes, bytes], dead: bytes) -> None:
-        try:
-            job = open_job(self._settings.job_signing_key, fields[JOB_FIELD])
-        except (ProtocolError, KeyError) as error:
-            _log.error("job_refused", reason=type(error).__name__)
-        else:
-            _log.warning("job_of_dead_worker", request_id=job.request_id, dead_worker=dead.decode())
-            failed = Failed("worker_lost", "the worker that computed this request was lost")
-            envelope = ReplyEnvelope(job.request_id, job.attempt, LAST_SEQUENCE, failed)
-            payload = {REPLIES_FIELD: encode_replies([envelope])}
-            await self._link.commands.xadd(self._link.keys.replies(job.gateway_id), payload, nomkstream=True)
-        await self._link.commands.eval(FINISH, 1, self._jobs_key, entry_id)
+        live |= {self._settings.worker_id.encode(), RETURNED.encode()}
+        for stream in (await self._queue.lines())[:MAX_LINES]:
+            try:
+                consumers = await self._link.commands.xinfo_consumers(stream, WORKER_GROUP)
+            except ResponseError:
+                continue  # the line or its group has just gone
+            for consumer in consumers:
+                is_done = not consumer["pending"] and consumer["idle"] >= min_idle_ms
+                if is_done and consumer["name"] not in live:
+                    await self._link.commands.xgroup_delconsumer(stream, WORKER_GROUP, consumer["name"])

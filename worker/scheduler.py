@@ -116,7 +116,7 @@ class Scheduler:
         self.queue.started(sequence.tenant)
         self.queue.remove(sequence)
         self._num_admitted += 1
-        if sequence.index == 0 and not sequence.admitted_at:
+        if sequence.index == 0 and not sequence.admitted_at and sequence.request.job.progress is None:
             sequence.request.cached_tokens = len(leases) * self.cache.page_size
         sequence.admitted_at = self._num_admitted
         sequence.blocked_below = 0

@@ -5,6 +5,7 @@ waiting --admit--> running --commit of its last token--> finished
    \\----preempt------/        (pages dropped, tokens and sampling state kept; its KV is computed again later)
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -27,10 +28,9 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Request:
-    """A job in this worker. `entry_id` is its place on the job stream, needed to acknowledge it."""
+    """A job in this worker."""
 
     job: Job
-    entry_id: bytes
     namespace: Namespace
     sequences: list["Sequence"] = field(default_factory=list)
     num_replies: int = 0
@@ -39,6 +39,14 @@ class Request:
     violated_in_step: int = -1
     prompt_entries: list[TokenLogprob | None] = field(default_factory=list)
     is_prompt_reported: bool = False
+    has_told_cached: bool = False
+
+    def first_cached_tokens(self) -> int | None:
+        """For the first delta of a request: an attempt that takes over couldn't know. None for those that follow."""
+        if self.has_told_cached or self.job.progress is not None:
+            return None
+        self.has_told_cached = True
+        return self.cached_tokens
 
     @property
     def may_share(self) -> bool:
@@ -63,7 +71,8 @@ class Sequence:
     `tokens` are prompt and output. KV of tokens [0, num_computed) lies in the pages of `table`; the engine's one rule is that
     tokens[num_computed:] are still to be computed, whether it is the whole prompt, a chunk's rest, all of it after a preemption, or
     the one token of a decode step. `digests` name the prefixes of whole pages known so far; the first `num_published` pages were
-    offered to the prefix index or came from it.
+    offered to the prefix index or came from it. `repeated` are tokens that the client has, which are computed again for what else must be known
+    of them.
     """
 
     request: Request
@@ -77,6 +86,7 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
     num_published: int = 0
     finish_reason: FinishReason | None = None
+    repeated: deque[int] = field(default_factory=deque)
     admitted_at: int = 0
     blocked_below: int = 0
 

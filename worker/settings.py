@@ -38,7 +38,8 @@ class WorkerSettings:
     """Sizes are in tokens unless the name says otherwise. Either a model or `synthetic` is given.
 
     `step_tokens` bounds the tokens of one engine step, and with it how long a running stream waits for somebody's prompt.
-    `stall_s` is how long a step may take before the worker stops calling itself alive.
+    `stall_s` is how long a step may take before the worker stops calling itself alive and renewing its leases; `lease_s` how long after the
+    last renewal its jobs are somebody else's.
     """
 
     redis_url: str = field(repr=False)
@@ -61,6 +62,8 @@ class WorkerSettings:
     liveness_ttl_s: float = 3.0
     stall_s: float = 30.0
     synthetic: SyntheticSettings | None = None
+    lease_s: float = 2.0
+    max_deliveries: int = 3
 
     def __post_init__(self) -> None:
         if self.page_size not in {1, 2, 4, 8, 16, 32, 64, 128, 256}:
@@ -81,6 +84,11 @@ class WorkerSettings:
                 f"prefill_rate {self.synthetic.prefill_rate:g} is too low for steps of {self.step_tokens} tokens: "
                 f"a step may take {self.stall_s / 2:g} s"
             )
+
+        if not 0.5 <= self.lease_s <= 600:
+            raise SettingsError(f"lease_s must be 0.5 to 600, got {self.lease_s}")
+        if self.stall_s <= 0 or self.max_deliveries < 1:
+            raise SettingsError("stall_s must be above 0 and max_deliveries at least 1")
 
     @property
     def num_pages(self) -> int:

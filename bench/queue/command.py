@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import tempfile
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
@@ -21,7 +22,10 @@ def run(arguments: Namespace) -> None:
     """Measure, print the table, write JSON and picture."""
     load_before = os.getloadavg()
     with tempfile.TemporaryDirectory(prefix="sluicegate-bench-") as folder:
-        rows = asyncio.run(_measure(arguments.only or list(PARTS), Setting(Path(folder), arguments.seconds)))
+        try:
+            rows = asyncio.run(_measure(arguments.only or list(PARTS), Setting(Path(folder), arguments.seconds)))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
     out = Path(arguments.out)
     write_json(rows, out / "queue.json", load_before)
     print(table(rows))
@@ -34,6 +38,10 @@ def run(arguments: Namespace) -> None:
 
 
 async def _measure(names: list[str], setting: Setting) -> list[Row]:
+    """One part after the other; SIGTERM ends the processes as Ctrl-C does."""
+    measuring = asyncio.current_task()
+    assert measuring is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, measuring.cancel)
     rows: list[Row] = []
     for name in names:
         print(f"measuring {name} ...", flush=True)

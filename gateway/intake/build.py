@@ -13,6 +13,7 @@ from gateway.intake.field_table import MAX_TOKENS
 from gateway.intake.fields import Fields, parse_object
 from gateway.intake.sampling_fields import sampling_params, with_room
 from protocol.job import SamplingParams
+from protocol.key_space import PriorityClass
 
 EncoderOf = Callable[[ServedModel], PromptEncoder]
 
@@ -51,6 +52,7 @@ def build_call(
         echo=echo,
         cache_salt=fields.string(table.CACHE_SALT),
         timeout_s=_timeout(fields, limits),
+        priority=_priority(fields),
     )
 
 
@@ -78,6 +80,11 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
     if not stream:
         raise bad_request("'stream_options' needs 'stream' to be true.", "stream_options")
     return Fields(options, "stream_options").boolean(table.INCLUDE_USAGE)
+
+
+def _priority(fields: Fields) -> PriorityClass:
+    """OpenAI's service_tier: 'flex' is work that can wait."""
+    return "batch" if fields.string(table.SERVICE_TIER) == "flex" else "interactive"
 
 
 def _timeout(fields: Fields, limits: IntakeLimits) -> float | None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from protocol.job import SamplingParams
+from protocol.key_space import PriorityClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class GenerationCall:
     echo: bool
     cache_salt: str | None = field(repr=False)
     timeout_s: float | None
+    priority: PriorityClass = "interactive"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -53,6 +54,36 @@ class Stack:
                     total += float(line.rpartition(" ")[2])
         return total
 
+    def reread(self) -> dict:
+        """The description as it is now: processes may have been replaced."""
+        self.info = json.loads((self.data / "stack.json").read_text())
+        return self.info
+
+    def status(self, path: str) -> int:
+        """The status of a GET."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as response:
+                return response.status
+        except urllib.error.HTTPError as error:
+            error.close()
+            return error.code
+
+    def pid_of_busy_worker(self) -> int:
+        """The process id of a worker that runs something."""
+        busy: list[int] = []
+
+        def is_busy() -> bool:
+            request = urllib.request.Request(
+                f"{self.url}/admin/v1/workers", headers={"Authorization": f"Bearer {self.info['admin_key']}"}
+            )
+            with urllib.request.urlopen(request, timeout=10) as response:
+                workers = json.loads(response.read())["data"]
+            busy[:] = [worker["pid"] for worker in workers if worker["running_sequences"]]
+            return bool(busy)
+
+        self.wait_for(is_busy, 10)
+        return busy[0]
+
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> float:
         """Seconds until the condition held."""
         started_s = time.monotonic()
@@ -92,6 +123,14 @@ def stop(stack: Stack) -> None:
 def stack(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[Stack]:
     """One stack for all tests that leave it as they found it."""
     running = start(tmp_path_factory.mktemp("stack"))
+    yield running
+    stop(running)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[Stack]:
+    """A stack with two workers, for tests that kill them: the supervisor starts them again."""
+    running = start(tmp_path_factory.mktemp("fleet"), "--workers", "2", "--kv-tokens", "4096")
     yield running
     stop(running)
 

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import redis
@@ -30,15 +29,16 @@ def _held(stack) -> float:
 
 
 def _keys(stack) -> set[str]:
-    """Keys in Redis, less those that only say who is alive."""
+    """Keys in Redis, less those that only say who is alive, how fast work gets done, or that have a short life."""
+    passing = (":cancels", ":doorbell", ":pace", ":replies:")
     with redis.Redis.from_url(stack.info["redis_url"]) as client:
-        return {key.decode() for key in client.keys("*") if b":cancels" not in key}
+        keys = {key.decode() for key in client.keys("*")}
+    return {key for key in keys if not any(part in key for part in passing)}
 
 
 def _pending(stack) -> int:
     with redis.Redis.from_url(stack.info["redis_url"]) as client:
-        stream = f"sg:{{{stack.model}}}:jobs"
-        return client.xlen(stream) + client.xpending(stream, "workers")["pending"]
+        return client.hlen(f"sg:{{{stack.model}}}:live") + len(list(client.scan_iter(f"sg:{{{stack.model}}}:line:*")))
 
 
 def test_a_killed_client_frees_its_pages_within_a_second(stack) -> None:
@@ -114,7 +114,7 @@ def test_two_stacks_run_side_by_side_and_keep_their_state(new_stack, stack) -> N
 
 
 def test_a_worker_joins_by_hand_and_a_dead_one_is_replaced(new_stack) -> None:
-    """A second worker takes work; a killed worker's stream ends with an error frame, and the stack heals."""
+    """A second worker takes work; a killed worker's stream goes on when the stack has replaced it."""
     own = new_stack("fleet", "--kv-tokens", "4096")
     environment = {**os.environ, "SLUICEGATE_REDIS_URL": own.info["redis_url"], "SLUICEGATE_DATA": str(own.data)}
     with (own.data / "extra.log").open("wb") as log:
@@ -123,20 +123,14 @@ def test_a_worker_joins_by_hand_and_a_dead_one_is_replaced(new_stack) -> None:
     extra.send_signal(signal.SIGTERM)
     assert 0 == extra.wait(20)
     own.wait_for(lambda: own.metric("sluicegate_worker_max_sequences") == 32, 10)
-    stream = own.client().chat.completions.create(model=own.model, stream=True, **LONG, extra_body={"ignore_eos": True})
+    ask = {"model": own.model, "messages": LONG["messages"], "temperature": 0, "max_tokens": 60}
+    expected = own.client().chat.completions.create(**ask, extra_body={"ignore_eos": True}).choices[0].message.content
+    stream = own.client().chat.completions.create(**ask, stream=True, extra_body={"ignore_eos": True})
     iterator = iter(stream)
-    for _ in range(5):
-        next(iterator)
+    parts = [next(iterator) for _ in range(5)]
     os.kill(own.info["pids"]["workers"][0], signal.SIGKILL)
-    started_s = time.monotonic()
-    failure = None
-    try:
-        for _ in iterator:
-            pass
-    except Exception as error:
-        failure = error
-    assert "worker" in str(failure)
-    assert time.monotonic() - started_s < 10
+    parts += iterator
+    assert expected == "".join(choice.delta.content or "" for part in parts for choice in part.choices)
     own.wait_for(lambda: own.metric("sluicegate_worker_max_sequences") == 32, 30)
     answer = own.client().chat.completions.create(model=own.model, messages=LONG["messages"], max_tokens=2)
     assert 2 == answer.usage.completion_tokens

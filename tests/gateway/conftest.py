@@ -19,11 +19,13 @@ from gateway.tenant_store import TenantStore
 from protocol.codec import encode
 from protocol.ids import ModelName, TenantId
 from protocol.job import Job
-from protocol.key_space import CANCEL_FIELD, JOB_FIELD, REPLIES_FIELD, KeySpace
+from protocol.key_space import CANCEL_FIELD, KeySpace
 from protocol.model_card import ModelCard, TokenizerSpec, WorkerStatus
-from protocol.replies import Delta, Done, Reply, ReplyEnvelope, Started, encode_replies
-from protocol.scripts import ANNOUNCE_MODEL, FINISH, HEARTBEAT
+from protocol.replies import Delta, Done, Failed, Reply, ReplyEnvelope, Started, encode_replies
+from protocol.scripts import ANNOUNCE_MODEL, HEARTBEAT
 from protocol.signing import open_job
+from worker.job_queue import Holding, JobQueue, Outbound
+from worker.redis_link import RedisLink
 
 MODEL = ModelName("toy/model-1")
 TEMPLATE = (
@@ -54,7 +56,7 @@ def toy_spec(template: str = TEMPLATE) -> TokenizerSpec:
 
 @dataclass
 class ScriptedWorker:
-    """Takes jobs from the stream and answers each with `script(job)`; notes jobs and cancellations."""
+    """Takes jobs from the queue and answers each with `script(job)`; notes jobs and cancellations."""
 
     redis: Redis
     keys: KeySpace
@@ -62,15 +64,15 @@ class ScriptedWorker:
     template: str = TEMPLATE
     script: Callable[[Job], list[Reply] | None] = lambda job: [Started("w1"), *words(job, "Hello ", "world"), done(job)]
     jobs: list[Job] = field(default_factory=list)
-    entries: dict[str, bytes] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
     is_alive: bool = True
+    is_taking: bool = True
     sent: dict[str, int] = field(default_factory=dict)
 
     async def run(self) -> None:
         card = ModelCard(MODEL, "d" * 64, "toy", 1000, 1000, toy_spec(self.template), 1)
         raw = encode(card)
-        await self.redis.xgroup_create(self.keys.jobs(MODEL), "workers", id="0", mkstream=True)
+        self.queue = JobQueue(RedisLink(self.redis, self.redis, self.keys), MODEL, "w1", 60_000)
         await self.redis.set(self.keys.card(MODEL, "c1"), raw)
         await asyncio.gather(self._beat(), self._take(), self._watch())
 
@@ -85,11 +87,8 @@ class ScriptedWorker:
 
     async def _take(self) -> None:
         while True:
-            found = await self.redis.xreadgroup("workers", "w1", {self.keys.jobs(MODEL): ">"}, count=10)
-            rows = [row for _, rows in (found.items() if isinstance(found, dict) else found) for row in rows]
-            for entry in rows[0] if rows and isinstance(rows[0], list) else rows:
-                job = open_job(self.signing_key, entry[1][JOB_FIELD])
-                self.entries[job.request_id] = entry[0]
+            while self.is_taking and (pulled := await self.queue.pull()) is not None:
+                job = open_job(self.signing_key, pulled.envelope)
                 self.jobs.append(job)
                 for reply in self.script(job) or []:
                     await self.reply(job, reply)
@@ -99,9 +98,8 @@ class ScriptedWorker:
         number = self.sent.get(job.request_id, 0) if sequence is None else sequence
         self.sent[job.request_id] = number + 1
         payload = encode_replies([ReplyEnvelope(job.request_id, job.attempt, number, reply)])
-        await self.redis.xadd(self.keys.replies(job.gateway_id), {REPLIES_FIELD: payload}, nomkstream=True)
-        if not isinstance(reply, (Started, Delta)):
-            await self.redis.eval(FINISH, 1, self.keys.jobs(MODEL), self.entries[job.request_id])
+        holding = Holding(job.request_id, job.attempt, job.line)
+        await self.queue.publish(job.gateway_id, [Outbound(holding, payload, isinstance(reply, (Done, Failed)))])
 
     async def _watch(self) -> None:
         last = b"0"

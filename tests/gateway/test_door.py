@@ -259,32 +259,32 @@ async def test_a_client_that_leaves_cancels_its_job(door, chat_body, stream: boo
 
 async def test_a_queued_job_is_taken_off_the_queue(door, chat_body, valkey_url) -> None:
     """A client that leaves before any worker has its job leaves nothing on the stream."""
-    door.worker.is_alive = True
-    door.worker.script = lambda job: None
-    keys = door.worker.keys
-    await door.redis.xgroup_setid(keys.jobs("toy/model-1"), "workers", id="$")
-    lock = asyncio.Event()
-    door.worker._take = lock.wait
-    before = await door.redis.xlen(keys.jobs("toy/model-1"))
+    door.worker.is_taking = False
+    live = door.worker.keys.queue("toy/model-1").live
     tasks = [asyncio.create_task(door.post(chat_body)) for _ in range(3)]
-    await asyncio.sleep(0.3)
+    async with asyncio.timeout(5):
+        while await door.redis.hlen(live) < 3:
+            await asyncio.sleep(0.01)
     for task in tasks:
         task.cancel()
-    await asyncio.sleep(0.5)
-    left = await door.redis.xlen(keys.jobs("toy/model-1")) - before
-    assert left <= len(door.worker.cancelled)
+    async with asyncio.timeout(2):
+        while await door.redis.exists(live):
+            await asyncio.sleep(0.01)
+    assert [] == await door.redis.keys(f"{door.worker.keys.prefix}:*:line:*")
 
 
-async def test_a_dead_worker_ends_its_streams(door, chat_body) -> None:
-    """No heartbeat any more: an error within its time to live, and the job is gone from Redis."""
+async def test_no_worker_any_more_ends_its_streams(door, chat_body, monkeypatch) -> None:
+    """No worker's heartbeat any more, and none comes in time: an error, and the job is gone from Redis."""
+    monkeypatch.setattr("gateway.liveness.UNSERVED_GRACE_S", 1.0)
+    door.worker.queue._lease_ms = 500
     door.worker.script = lambda job: [Started("w1"), Delta(0, "x", (1,))]
     task = asyncio.create_task(door.post({**chat_body, "stream": True}))
     await door.until(lambda: bool(door.worker.jobs))
-    door.worker.is_alive = False
+    door.worker.is_alive = door.worker.is_taking = False
     _, raw, _ = await asyncio.wait_for(task, 8)
-    assert "worker_lost" == _events(raw)[-2]["error"]["code"]
+    assert "model_unavailable" == _events(raw)[-2]["error"]["code"]
     await door.parts.generations.close()
-    assert 0 == await door.redis.xlen(door.worker.keys.jobs("toy/model-1"))
+    assert not await door.redis.exists(door.worker.keys.queue("toy/model-1").live)
     status, _, _ = await door.post(chat_body)
     assert status in (404, 503)
 
@@ -344,15 +344,15 @@ async def _later(door, job) -> None:
 async def test_full_queue_is_a_429(open_another, chat_body) -> None:
     """Beyond the bound new requests are refused with a time to wait."""
     async with open_another(max_waiting_jobs=1) as door:
-        door.worker.script = lambda job: None
-        door.worker.jobs.clear()
-        keys = door.worker.keys
-        await door.redis.xadd(keys.jobs("toy/model-1"), {"job": b"x"}, id="9999999999999-1")
-        await door.redis.xgroup_setid(keys.jobs("toy/model-1"), "workers", id="9999999999999-1")
-        await door.redis.xadd(keys.jobs("toy/model-1"), {"job": b"x"}, id="9999999999999-2")
-        await door.redis.xgroup_setid(keys.jobs("toy/model-1"), "workers", id="9999999999999-2")
+        door.worker.is_taking = False
+        waiting = asyncio.create_task(door.post(chat_body))
+        async with asyncio.timeout(5):
+            while not await door.redis.exists(door.worker.keys.queue("toy/model-1").live):
+                await asyncio.sleep(0.01)
         status, _, headers = await door.post(chat_body)
         assert (429, True) == (status, "Retry-After" in headers)
+        door.worker.is_taking = True
+        assert 200 == (await waiting)[0]
 
 
 async def test_metrics_and_health(door, chat_body) -> None:

@@ -33,11 +33,12 @@ def test_a_recorded_call_computes_when_it_is_run(cpu, poisoned):
 def test_calls_run_in_order(cpu):
     """The output of one is the input of the next."""
     x, hidden, out, recording = torch.randn(2, 32), torch.empty(2, 16), torch.empty(2, 16), Recording()
+    weight = torch.ones(16)
     with recording.record():
         silu_mul(x, hidden, backend=cpu)
-        rms_norm(hidden, torch.ones(16), 1e-5, out=out, backend=cpu)
+        rms_norm(hidden, weight, 1e-5, out=out, backend=cpu)
     recording.run()
-    assert torch.equal(rms_norm(silu_mul(x, backend=cpu), torch.ones(16), 1e-5, backend=cpu), out)
+    assert torch.equal(rms_norm(silu_mul(x, backend=cpu), weight, 1e-5, backend=cpu), out)
 
 
 def test_after_an_error_calls_compute_again(cpu):

@@ -67,6 +67,11 @@ class TextStream:
             return self._finish("stop")
         return self._release(self._stops.num_safe)
 
+    @property
+    def num_held_entries(self) -> int:
+        """Of how many tokens, the last ones, the entries wait for their text to be shown."""
+        return len(self._entries)
+
     def _decode(self, raw: bytes, *, is_last: bool = False) -> None:
         text = self._decoder.decode(raw, is_last)
         self._held += text

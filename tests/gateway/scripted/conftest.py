@@ -30,11 +30,13 @@ from gateway.tenant_store import TenantStore
 from protocol.codec import encode
 from protocol.ids import ModelName, RequestId, TenantId, WorkerId
 from protocol.job import Job
-from protocol.key_space import CANCEL_FIELD, JOB_FIELD, REPLIES_FIELD, WORKER_GROUP, KeySpace
+from protocol.key_space import CANCEL_FIELD, KeySpace
 from protocol.model_card import ModelCard, TokenizerSpec, WorkerStatus
-from protocol.replies import Delta, Done, Reply, ReplyEnvelope, Started, encode_replies
-from protocol.scripts import ANNOUNCE_MODEL, FINISH, HEARTBEAT
+from protocol.replies import Delta, Done, Failed, Reply, ReplyEnvelope, Started, encode_replies
+from protocol.scripts import ANNOUNCE_MODEL, HEARTBEAT
 from protocol.signing import open_job
+from worker.job_queue import Holding, JobQueue, Outbound
+from worker.redis_link import RedisLink
 
 PEPPER = b"p" * 32
 SIGNING_KEY = b"s" * 32
@@ -87,7 +89,7 @@ async def say_hello(worker: "ScriptedWorker", job: Job) -> None:
 
 @dataclass
 class ScriptedWorker:
-    """A worker without an engine: takes jobs through the consumer group, verifies them, and answers as its script says."""
+    """A worker without an engine: takes jobs from the queue, verifies them, and answers as its script says. Its leases are never renewed."""
 
     url: str
     keys: KeySpace
@@ -100,18 +102,18 @@ class ScriptedWorker:
     worker_id: WorkerId = field(default_factory=lambda: WorkerId("worker-" + secrets.token_hex(4)))
     jobs: list[Job] = field(default_factory=list)
     cancelled: list[RequestId] = field(default_factory=list)
+    verdicts: list[int] = field(default_factory=list)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     is_taking: bool = True
+    lease_ms: int = 60_000
 
     async def start(self) -> None:
         """Be alive, and take jobs."""
         self._redis = Redis.from_url(self.url, socket_timeout=None)
-        self._sequences: dict[RequestId, int] = {}
-        self._entries: dict[RequestId, bytes] = {}
+        self._sequences: dict[tuple[RequestId, int], int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.queue = JobQueue(RedisLink(self._redis, self._redis, self.keys), self.model, self.worker_id, self.lease_ms)
         await self.beat()
-        with contextlib.suppress(Exception):
-            await self._redis.xgroup_create(self.keys.jobs(self.model), WORKER_GROUP, id="0", mkstream=True)
         for loop in (self._beat(), self._take(), self._watch()):
             self._spawn(loop)
 
@@ -141,16 +143,17 @@ class ScriptedWorker:
         return ModelCard(self.model, "d" * 64, "llama", 2048, self.max_request_tokens, self.spec, 1_700_000_000)
 
     async def send(self, job: Job, *replies: Reply, attempt: int | None = None, sequence: int | None = None) -> None:
-        """Publish replies in one stream entry; terminal ones end the job's entry."""
-        rows = []
+        """Publish replies in one stream entry; a terminal one at their end ends the job. An `attempt` that's given is only claimed."""
+        rows, place = [], (job.request_id, job.attempt)
         for reply in replies:
-            number = self._sequences.get(job.request_id, 0) if sequence is None else sequence
+            number = self._sequences.get(place, 0) if sequence is None else sequence
             if sequence is None:
-                self._sequences[job.request_id] = number + 1
+                self._sequences[place] = number + 1
             rows.append(ReplyEnvelope(job.request_id, attempt or job.attempt, number, reply))
-        await self._redis.xadd(
-            self.keys.replies(job.gateway_id), {REPLIES_FIELD: encode_replies(rows)}, nomkstream=True
-        )
+        is_terminal = isinstance(replies[-1], (Done, Failed)) and attempt is None and sequence is None
+        holding = Holding(job.request_id, job.attempt, job.line)
+        verdict = await self.queue.publish(job.gateway_id, [Outbound(holding, encode_replies(rows), is_terminal, 1, 1)])
+        self.verdicts.extend(verdict)
 
     async def answer(self, job: Job, texts: list[str], pause_s: float = 0.0) -> None:
         """A whole answer, each text as a delta of one token."""
@@ -161,6 +164,12 @@ class ScriptedWorker:
             if pause_s:
                 await asyncio.sleep(pause_s)
         await self.send(job, Done(len(job.prompt_token_ids), 0, len(texts) * job.n))
+
+    async def answer_rest(self, job: Job) -> None:
+        """What is missing of 'Hello', a token a letter, after 'Hel' or 'Hell'."""
+        has_l = job.progress is not None
+        done = Done(len(job.prompt_token_ids), 0, 3 if has_l else 2)
+        await self.send(job, Delta(0, "o" if has_l else "lo", (3,), finish_reason="stop"), done)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         """Wait for a change after which the condition holds."""
@@ -174,28 +183,22 @@ class ScriptedWorker:
             await asyncio.sleep(0.25)
 
     async def _take(self) -> None:
-        key = self.keys.jobs(self.model)
         while True:
             if not self.is_taking:
                 await asyncio.sleep(0.02)
                 continue
             try:
-                found = await self._redis.xreadgroup(WORKER_GROUP, self.worker_id, {key: ">"}, count=10, block=100)
+                pulled = await self.queue.pull()
             except Exception:
                 await asyncio.sleep(0.1)
-                with contextlib.suppress(Exception):
-                    await self._redis.xgroup_create(key, WORKER_GROUP, id="0", mkstream=True)
                 continue
-            for entry_id, fields in _entries(found):
-                job = open_job(self.signing_key, fields[JOB_FIELD])
-                self.jobs.append(job)
-                self._entries[job.request_id] = entry_id
-                self._spawn(self._run(job, entry_id))
-                await self._notify()
-
-    async def _run(self, job: Job, entry_id: bytes) -> None:
-        await self.script(self, job)
-        await self._redis.eval(FINISH, 1, self.keys.jobs(self.model), entry_id)
+            if pulled is None:
+                await asyncio.sleep(0.01)
+                continue
+            job = open_job(self.signing_key, pulled.envelope)
+            self.jobs.append(job)
+            self._spawn(self.script(self, job))
+            await self._notify()
 
     async def _watch(self) -> None:
         key, last = self.keys.cancels(self.model), b"0"

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from protocol.ids import TenantId
-from protocol.replies import Delta, Started
+from protocol.replies import Delta, Done, Started
 
 BODY = {"model": "tiny/chat", "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -65,7 +65,7 @@ async def test_disconnect_while_queued(gateway, worker, redis, keys, soon):
     _, writer = await _ask(running)
 
     async def length():
-        return await redis.xlen(keys.jobs(one.model))
+        return await redis.hlen(keys.queue(one.model).live)
 
     async def is_queued():
         return await length() == 1
@@ -98,7 +98,7 @@ async def test_many_disconnects_leave_nothing(gateway, worker, redis, keys, soon
     await soon(lambda: running.parts.generations.num_open == 0)
 
     async def is_empty():
-        return await redis.xlen(keys.jobs(one.model)) == 0
+        return await redis.hlen(keys.queue(one.model).live) == 0
 
     await soon(is_empty)
     assert (200, []) == ((await running.chat())[0], running.parts.reader.jobs())
@@ -118,28 +118,39 @@ async def test_a_broken_answer_stops_its_worker(gateway, worker):
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-async def test_a_dead_worker(gateway, worker, kit, redis, keys, soon, stream):
-    """When the worker of a running request is no longer alive, the client gets one error in time and the job is forgotten."""
+async def test_a_dead_worker(gateway, worker, kit, redis, keys, store, soon, stream):
+    """When a running request's worker is no longer at it, another one goes on from what was delivered; the client sees nothing of it."""
 
     async def begin(one, job):
-        await one.send(job, Started(one.worker_id), Delta(0, "x", (1,)))
+        await one.send(job, Started(one.worker_id), Delta(0, "Hel", (1, 2), cached_tokens=3))
         await asyncio.Event().wait()
 
-    one = await worker(begin, ttl_ms=600)
-    await worker(is_taking=False)
+    async def go_on(one, job):
+        done = Done(len(job.prompt_token_ids), job.progress.cached_tokens, 3)
+        await one.send(job, Started(one.worker_id), Delta(0, "lo", (3,), finish_reason="stop"), done)
+
+    one = await worker(begin, lease_ms=300)
     running = await gateway()
-    answer = asyncio.create_task(running.stream() if stream else running.chat())
-    await soon(lambda: any(job.worker_id for job in running.parts.reader.jobs()))
+    answer = asyncio.create_task(running.stream(stream_options={"include_usage": True}) if stream else running.chat())
+    await soon(lambda: any(job.completion_tokens for job in running.parts.reader.jobs()))
     await one.stop()
+    other = await worker(go_on)
     async with asyncio.timeout(5):
         result = await answer
     if stream:
-        *_, error, done = kit.events(result)
-        assert ("worker_lost", "[DONE]") == (error["error"]["code"], done)
+        *chunks, usage, done = kit.events(result)
+        texts = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
+        assert ("Hello", "[DONE]") == ("".join(texts), done)
+        usage = usage["usage"]
     else:
-        assert (503, "worker_lost") == (result[0], result[1]["error"]["code"])
+        assert (200, "Hello") == (result[0], result[1]["choices"][0]["message"]["content"])
+        usage = result[1]["usage"]
+    assert (3, 3) == (usage["completion_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+    (again,) = other.jobs
+    assert (2, ((1, 2),)) == (again.attempt, tuple(sample.token_ids for sample in again.progress.samples))
     await running.parts.generations.close()
-    assert 0 == await redis.xlen(keys.jobs(one.model))
+    assert not await redis.exists(keys.queue(one.model).live)
+    assert 3 == (await store.usage(TenantId("acme")))["completion_tokens"]
 
 
 async def test_no_worker(gateway, worker):
@@ -160,7 +171,7 @@ async def test_a_full_queue(gateway, worker, redis, keys):
     one = await worker(is_taking=False)
     running = await gateway(max_waiting_jobs=2)
     waiting = [asyncio.create_task(running.chat()) for _ in range(2)]
-    while await redis.xlen(keys.jobs(one.model)) < 2:
+    while await redis.hlen(keys.queue(one.model).live) < 2:
         await asyncio.sleep(0.01)
     status, body, headers = await running.chat()
     assert (429, "rate_limit_error", True) == (status, body["error"]["type"], int(headers["Retry-After"]) >= 1)

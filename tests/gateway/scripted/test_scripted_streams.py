@@ -224,9 +224,9 @@ async def test_every_fast_answer_is_complete(gateway, worker):
     running = await gateway(intake_processes=2)
     reader, read = running.parts.reader, running.parts.reader._read
 
-    async def late():
+    async def late(stream):
         await asyncio.sleep(0.05)
-        await read()
+        await read(stream)
 
     reader._read = late
     gate = asyncio.Semaphore(50)
@@ -252,9 +252,10 @@ async def test_an_answer_before_its_submission_returns(gateway, worker, kit, out
     submitter = running.parts.generations._submitter
     send = submitter._send
 
-    async def slow(*arguments):
-        await send(*arguments)
+    async def slow(*arguments, **options):
+        result = await send(*arguments, **options)
         await asyncio.sleep(0.2)
+        return result
 
     submitter._send = slow
     status, body, _ = await running.chat()

@@ -75,7 +75,7 @@ class Lab:
         """Submit jobs together and step until all have ended; each one's replies."""
         replies: dict[str, list] = {job.request_id: [] for job in jobs}
         for job in jobs:
-            engine.submit(job, b"1-0")
+            engine.submit(job)
         number = 0
         while engine.has_work:
             number += 1

@@ -204,7 +204,7 @@ def test_a_long_prompt_does_not_hold_up_a_running_stream(lab) -> None:
 
     def arrive(number: int) -> None:
         if number == 5:
-            engine.submit(lab.job("long " * 900, tenant="other", max_tokens=1), b"2-0")
+            engine.submit(lab.job("long " * 900, tenant="other", max_tokens=1))
         lengths.extend(s.num_output for s in engine.scheduler.running if s.request.job is stream)
 
     lab.run(engine, stream, on_step=arrive)
@@ -218,10 +218,10 @@ def test_a_flooding_tenant_does_not_take_anothers_turn(lab) -> None:
     quiet = lab.job("Quiet", tenant="quiet", max_tokens=4)
     finished = []
     for job in flood:
-        engine.submit(job, b"1-0")
+        engine.submit(job)
     for number in range(400):
         if number == 6:
-            engine.submit(quiet, b"1-0")
+            engine.submit(quiet)
         finished += [o.envelope.request_id for o in engine.step() if o.is_terminal]
         if not engine.has_work:
             break
@@ -251,7 +251,7 @@ def test_random_traffic_leaves_nothing(lab) -> None:
             "word " * rng.randrange(1, 60), tenant=rng.choice("abc"), n=rng.choice([1, 1, 1, 2]), temperature=1.0, seed=number,
             max_tokens=rng.randrange(1, 20), stop=(" the",) if rng.random() < 0.2 else (),
         )  # fmt: skip
-        engine.submit(job, b"1-0")
+        engine.submit(job)
         alive.append(job.request_id)
         for _ in range(rng.randrange(4)):
             if rng.random() < 0.3:

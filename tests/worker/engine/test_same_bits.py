@@ -73,7 +73,7 @@ def test_comings_and_goings_change_nothing(lab, result_of, kv_dtype, alone) -> N
             visitor = lab.job(
                 f"Visitor {number} says", tenant=f"v{number % 2}", temperature=1.0, seed=number, max_tokens=50
             )
-            engine.submit(visitor, b"2-0")
+            engine.submit(visitor)
             visitors.append(visitor)
         if visitors and rng.random() < 0.4:
             engine.cancel(rng.choice(visitors).request_id)

@@ -51,7 +51,7 @@ class Lab:
         """Submit together and step until all have ended; each one's replies."""
         replies: dict[str, list[Reply]] = {job.request_id: [] for job in jobs}
         for job in jobs:
-            engine.submit(job, b"1-0")
+            engine.submit(job)
         while engine.has_work:
             for outgoing in engine.step():
                 replies[outgoing.envelope.request_id].append(outgoing.envelope.reply)

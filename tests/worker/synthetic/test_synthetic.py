@@ -22,7 +22,7 @@ def test_a_worker_without_a_model_loads_no_torch() -> None:
         "from worker.settings import SyntheticSettings, WorkerSettings\n"
         "prepared = worker.process._preparation(WorkerSettings('', None, 'm', b'j' * 32, b'n' * 32, synthetic=SyntheticSettings()))()\n"
         "from protocol.job import Job, SamplingParams\n"
-        "prepared.engine.submit(Job('r', 'g', 't', 'm', (1, 2), SamplingParams(4, 1, logprobs=2), 0, 2**60), b'1-0')\n"
+        "prepared.engine.submit(Job('r', 'g', 't', 'm', (1, 2), SamplingParams(4, 1, logprobs=2), 0, 2**60))\n"
         "while prepared.engine.has_work: prepared.engine.step()\n"
         "print(prepared.engine.totals.generated_tokens, [m for m in ('torch', 'triton', 'gguf') if m in sys.modules])"
     )
@@ -106,9 +106,9 @@ def test_cancel_and_deadline(lab) -> None:
     """Both end the request and free its pages."""
     engine = lab.engine()
     cancelled, late = lab.job(max_tokens=2000), lab.job(deadline_ms=1)
-    engine.submit(cancelled, b"1-0")
+    engine.submit(cancelled)
     engine.step()
-    engine.submit(late, b"1-1")
+    engine.submit(late)
     engine.cancel(cancelled.request_id)
     ends = [outgoing.envelope.reply for outgoing in engine.step() if isinstance(outgoing.envelope.reply, Failed)]
     assert ["cancelled", "deadline_exceeded"] == [end.code for end in ends]
