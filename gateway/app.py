@@ -13,6 +13,8 @@ import aiohttp.http_parser
 import structlog
 from aiohttp import web
 
+from gateway.access_guard import AccessGuard
+from gateway.admin.routes import admin_routes
 from gateway.auth import Authenticator
 from gateway.body import BodyMemory, expect_later
 from gateway.completions import chat_completions, text_completions
@@ -22,20 +24,25 @@ from gateway.health import live, metrics, open_metrics, ready, workers
 from gateway.intake.call import IntakeLimits
 from gateway.intake.pool import IntakePool
 from gateway.lease_watch import LeaseWatch
+from gateway.limits.ledger import Ledger
+from gateway.limits.upkeep import Upkeep
 from gateway.liveness import Liveness
 from gateway.memory import keep_heap_small, keep_trimmed
 from gateway.metrics import Metrics
-from gateway.middleware import add_request_id, around
+from gateway.middleware import add_headers, around
 from gateway.model_directory import ModelDirectory
 from gateway.models import get_model, list_models
 from gateway.openapi import openapi
 from gateway.parts import PARTS, Parts
-from gateway.redis_link import open_redis
+from gateway.price_store import PriceBook, PriceStore
+from gateway.redis_link import RedisLink, open_redis
 from gateway.reply_reader import ReplyReader
 from gateway.settings import GatewaySettings, SettingsError
 from gateway.submitter import QueueBounds, Submitter
+from gateway.tenancy_watch import TenancyWatch
 from gateway.tenant_store import TenantStore
 from gateway.tracing import Tracing
+from gateway.usage_routes import usage
 from protocol.replies import Failed
 
 _log = structlog.get_logger(__name__)
@@ -51,7 +58,7 @@ def create_app(parts: Parts) -> web.Application:
     """The routes over running parts."""
     app = web.Application(middlewares=[around], client_max_size=parts.settings.max_body_bytes)
     app[PARTS] = parts
-    app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.append(add_headers)
     app.add_routes(
         [
             web.post("/v1/chat/completions", chat_completions, expect_handler=expect_later),
@@ -63,6 +70,8 @@ def create_app(parts: Parts) -> web.Application:
             web.get("/health/ready", ready),
             web.get("/metrics", metrics),
             web.get("/admin/v1/workers", workers),
+            web.get("/v1/usage", usage),
+            *admin_routes(),
         ]
     )
     return app
@@ -104,18 +113,37 @@ async def running_parts(settings: GatewaySettings, tracer: Any | None = None) ->
             settings.max_waiting_jobs, settings.max_waiting_tokens, settings.max_tenant_jobs, settings.max_tenant_tokens
         )
         submitter = Submitter(link, settings.job_signing_key, bounds)
-        generations = Generations(settings, link, reader, submitter, store)
+        watch = TenancyWatch(link)
+        stack.push_async_callback(watch.close)
+        ledger, upkeep = _accounts(settings, link, watch)
+        generations = Generations(settings, link, reader, submitter, ledger)
         directory.on_refresh = Liveness(link, reader, submitter).look
-        auth = Authenticator(link, store, settings.key_pepper, settings.admin_key, settings.key_cache_s)
-        watch = LeaseWatch(link, reader, submitter, settings.gateway_id)
-        jobs = (reader.keep_open(), reader.run(), directory.run(), watch.run(), keep_trimmed())
+        auth = Authenticator(link, store, watch, settings.key_pepper, settings.admin_key, settings.key_cache_s)
+        watch.on_change, watch.on_poll = auth.forget, AccessGuard(auth, generations).check
+        leases = LeaseWatch(link, reader, submitter, settings.gateway_id)
+        jobs = (
+            reader.keep_open(),
+            reader.run(),
+            directory.run(),
+            watch.run(),
+            upkeep.run(),
+            leases.run(),
+            keep_trimmed(),
+        )
         tasks = [asyncio.create_task(job) for job in jobs]
         stack.push_async_callback(_cancel, tasks)
         stack.push_async_callback(generations.close)
-        bodies = BodyMemory(settings.max_buffered_bytes)
+        bodies, traces = BodyMemory(settings.max_buffered_bytes), Tracing(tracer)
         yield Parts(
-            settings, link, auth, directory, intake, reader, generations, Metrics(), bodies, Tracing(tracer), tasks
+            settings, link, auth, watch, directory, intake, reader, generations, Metrics(), bodies, traces, tasks
         )
+
+
+def _accounts(settings: GatewaySettings, link: RedisLink, watch: TenancyWatch) -> tuple[Ledger, Upkeep]:
+    prices = PriceBook(link, PriceStore(link.commands, link.keys, settings.key_pepper), watch)
+    keep_rows_s = settings.usage_rows_days * 86_400
+    ledger = Ledger(link, watch, prices, settings.lease_s, keep_rows_s)
+    return ledger, Upkeep(link, ledger, watch, settings.lease_s, keep_rows_s)
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:

@@ -66,8 +66,8 @@ async def expect_later(request: web.Request) -> None:
         raise HTTPExpectationFailed
 
 
-async def read_body(request: web.Request, max_bytes: int, timeout_s: float, share: BodyShare) -> bytes:
-    """The body's bytes; raises ApiError 400, 408, 413, 415 or 429."""
+async def read_body(request: web.Request, max_bytes: int, timeout_s: float, share: BodyShare | None = None) -> bytes:
+    """The body's bytes, counted in a tenant's share if one is given; raises ApiError 400, 408, 413, 415 or 429."""
     _check_head(request, max_bytes)
     try:
         async with asyncio.timeout(timeout_s):
@@ -83,14 +83,15 @@ async def read_body(request: web.Request, max_bytes: int, timeout_s: float, shar
         raise bad_request("The request body's transfer encoding is broken.", code="malformed_request") from None
 
 
-async def _read(request: web.Request, max_bytes: int, share: BodyShare) -> bytes:
+async def _read(request: web.Request, max_bytes: int, share: BodyShare | None) -> bytes:
     parts: list[bytes] = []
     num_bytes = 0
     async for part in request.content.iter_any():
         num_bytes += len(part)
         if num_bytes > max_bytes:
             raise too_large(max_bytes)
-        share.add(len(part))
+        if share is not None:
+            share.add(len(part))
         parts.append(part)
     return b"".join(parts)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 from typing import Literal
 
 import structlog
@@ -12,6 +13,8 @@ from gateway.body import read_body
 from gateway.errors import ApiError, crashed, from_failure, unavailable
 from gateway.generation import Generation, raise_if_failed
 from gateway.intake.call import GenerationCall
+from gateway.limits.caller_view import check_samples, models_of
+from gateway.middleware import RATE_HEADERS
 from gateway.parts import PARTS, Parts
 from gateway.shapes import ChatShaper, CompletionShaper, Shaper
 from gateway.sse import DONE, KEEP_ALIVE, EventStream, SlowReader, event
@@ -47,8 +50,11 @@ async def _admitted(
     request: web.Request, parts: Parts, kind: Literal["chat", "completion"], caller: Principal
 ) -> web.StreamResponse:
     call = await _prepared(request, parts, kind, caller)
+    check_samples(caller, call)
     started_s = time.monotonic()
     async with parts.generations.open(call, caller) as generation:
+        request[RATE_HEADERS] = generation.account.headers
+        structlog.contextvars.bind_contextvars(request_id=generation.account.id)
         shaper = await _shaper(parts, call)
         if call.stream:
             return await _Relay(request, parts, call, generation, shaper, started_s).run()
@@ -63,7 +69,7 @@ async def _prepared(
         with parts.tracing.step("read body"):
             body = await read_body(request, settings.max_body_bytes, settings.body_timeout_s, share)
         with parts.tracing.step("prepare", body_bytes=len(body)):
-            return await parts.intake.call(kind, body)
+            return await parts.intake.call(kind, body, partial(models_of, caller))
 
 
 async def _shaper(parts: Parts, call: GenerationCall) -> Shaper:

@@ -80,11 +80,12 @@ _STATUS: dict[FailureCode, int] = {
     "kv_integrity_error": 500,
     "overloaded": 503,
     "shutting_down": 503,
+    "access_revoked": 403,
 }
 
 
 def from_failure(failed: Failed) -> ApiError:
     """A worker's terminal failure as an error response."""
     status = _STATUS[failed.code]
-    kind = "invalid_request_error" if status == 400 else "server_error"
+    kind = "invalid_request_error" if status in (400, 403) else "server_error"
     return ApiError(status, failed.message, kind, failed.code)

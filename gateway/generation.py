@@ -6,34 +6,34 @@ import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import structlog
-
 from gateway.auth import Principal
 from gateway.errors import from_failure
 from gateway.intake.call import GenerationCall
+from gateway.limits.account import Account
+from gateway.limits.ledger import Ledger
 from gateway.mailbox import Mailbox
 from gateway.metrics import JobMoment, tenant_class
 from gateway.pending_job import PendingJob
-from gateway.redis_link import COMMAND_TIMEOUT_S, NETWORK_ERRORS, RedisLink
+from gateway.redis_link import RedisLink
 from gateway.reply_reader import ReplyReader
 from gateway.settings import GatewaySettings
 from gateway.submitter import Submitter, now_ms
-from gateway.tenant_store import TenantStore
 from gateway.tracing import current_context
 from protocol.ids import ModelName, TenantId, new_request_id
 from protocol.job import Job
 from protocol.replies import Done, Failed, Reply
 
-_log = structlog.get_logger(__name__)
-
 
 class Generation:
     """A request's jobs while it's answered."""
 
-    def __init__(self, mailbox: Mailbox, jobs: list[PendingJob], tenant_class: str) -> None:
+    def __init__(self, mailbox: Mailbox, jobs: list[PendingJob], caller: Principal, account: Account) -> None:
         self._mailbox = mailbox
         self.jobs = jobs
-        self._tenant_class = tenant_class
+        self.caller = caller
+        self.account = account
+        # Until which change of tenants and keys its caller is known to be welcome.
+        self.checked_revision = caller.revision
         self._since_s = asyncio.get_running_loop().time()
 
     async def take(self) -> list[tuple[int, Reply]]:
@@ -47,8 +47,9 @@ class Generation:
 
     def moments(self) -> list[JobMoment]:
         """Its jobs that have not ended."""
+        name = tenant_class(self.caller.weight)
         return [
-            JobMoment(job.model, self._tenant_class, "queued" if job.worker_id is None else "running", self._since_s)
+            JobMoment(job.model, name, "queued" if job.worker_id is None else "running", self._since_s)
             for job in self.jobs
             if not job.is_finished
         ]
@@ -67,28 +68,26 @@ class Generations:
     """Opens and closes them."""
 
     def __init__(
-        self, settings: GatewaySettings, link: RedisLink, reader: ReplyReader, submitter: Submitter, store: TenantStore
+        self, settings: GatewaySettings, link: RedisLink, reader: ReplyReader, submitter: Submitter, ledger: Ledger
     ) -> None:
         self._settings = settings
         self._link = link
         self._reader = reader
         self._submitter = submitter
-        self._store = store
-        self._settling: set[asyncio.Task[None]] = set()
+        self._ledger = ledger
         self._open: set[Generation] = set()
 
     @asynccontextmanager
     async def open(self, call: GenerationCall, caller: Principal) -> AsyncIterator[Generation]:
-        """Submit a call's jobs; whatever way the block is left, none of them is left behind. Raises ApiError."""
+        """Admit a call and submit its jobs; whatever way the block is left, none of them is left behind. Raises ApiError."""
         mailbox = Mailbox()
         timeout_s = call.timeout_s or self._settings.request_timeout_s
         pending = [self._pending(call, slot, mailbox, caller, timeout_s) for slot in range(len(call.prompts))]
-        generation = Generation(mailbox, pending, tenant_class(caller.weight))
+        account = await self._ledger.admit(call, caller, pending)
+        generation = Generation(mailbox, pending, caller, account)
         for job in pending:
             self._reader.expect(job)
         self._open.add(generation)
-        # By this name workers log what they do for the request.
-        structlog.contextvars.bind_contextvars(request_id=pending[0].request_id)
         try:
             await self._link.call(self._reader.attend(ModelName(call.model)))
             for job in pending:
@@ -100,15 +99,23 @@ class Generations:
                 self._reader.forget(job)
                 if job.is_accepted and (not job.is_finished or job.has_failed_here):
                     self._submitter.withdraw(job)
-            self._settle(call, caller, pending)
+            self._ledger.settle(account)
+
+    def fail(self, generation: Generation, failed: Failed) -> None:
+        """End a request from this side."""
+        for job in generation.jobs:
+            if not job.is_finished:
+                job.fail(failed)
+                self._submitter.withdraw(job)
 
     def fail_all(self, failed: Failed) -> None:
         """End what's open from this side."""
         for generation in self._open:
-            for job in generation.jobs:
-                if not job.is_finished:
-                    job.fail(failed)
-                    self._submitter.withdraw(job)
+            self.fail(generation, failed)
+
+    def unchecked(self, revision: int) -> list[Generation]:
+        """Open requests whose callers were not looked up again since a change."""
+        return [generation for generation in self._open if generation.checked_revision != revision]
 
     def moments(self) -> list[JobMoment]:
         """The jobs that have not ended."""
@@ -121,7 +128,7 @@ class Generations:
 
     async def close(self) -> None:
         """Until all usage is written and all cancellations are sent."""
-        await asyncio.gather(*self._settling, return_exceptions=True)
+        await self._ledger.close()
         await self._submitter.close()
 
     def _pending(
@@ -156,32 +163,6 @@ class Generations:
             return None
         message = f"cache-salt\0{tenant}\0{salt}".encode()
         return hmac.digest(self._settings.key_pepper, message, hashlib.sha256).hex()
-
-    def _settle(self, call: GenerationCall, caller: Principal, jobs: list[PendingJob]) -> None:
-        """Count what was computed, in the background: the client may be gone, its tokens are not."""
-        submitted = [job for job in jobs if job.is_accepted]
-        if not submitted:
-            return
-        amounts = {"requests": 1, "prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0}
-        for job in submitted:
-            if isinstance(job.last, Done):
-                amounts["prompt_tokens"] += job.last.prompt_tokens
-                amounts["cached_tokens"] += job.last.cached_tokens
-                amounts["completion_tokens"] += job.last.completion_tokens
-            elif job.has_started:
-                amounts["prompt_tokens"] += len(call.prompts[job.slot])
-                amounts["completion_tokens"] += job.completion_tokens
-        task = asyncio.ensure_future(self._write_usage(caller, amounts))
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
-
-    async def _write_usage(self, caller: Principal, amounts: dict[str, int]) -> None:
-        try:
-            async with asyncio.timeout(COMMAND_TIMEOUT_S):
-                await self._store.add_usage(caller.tenant, amounts)
-        except NETWORK_ERRORS as error:
-            self._link.failed(error)
-            _log.error("usage_not_written", tenant=caller.tenant, **amounts)
 
 
 def raise_if_failed(replies: list[tuple[int, Reply]]) -> None:

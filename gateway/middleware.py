@@ -18,6 +18,8 @@ from gateway.parts import PARTS
 _log = structlog.get_logger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# Where a route leaves the x-ratelimit headers of an admitted request.
+RATE_HEADERS = web.RequestKey("rate_headers", dict[str, str])
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -49,8 +51,9 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
     return response
 
 
-async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """For streams, whose headers leave before the middleware sees the response."""
+    response.headers.update(request.get(RATE_HEADERS, {}))
     bound = structlog.contextvars.get_contextvars().get("http_request_id")
     if bound and "x-request-id" not in response.headers:
         response.headers["x-request-id"] = bound

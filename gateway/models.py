@@ -10,20 +10,20 @@ from protocol.model_card import ModelCard
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """All models with a live worker."""
+    """All models with a live worker that the caller may use."""
     parts = request.app[PARTS]
-    await parts.auth.tenant(request)
-    cards = await parts.directory.cards()
+    caller = await parts.auth.tenant(request)
+    cards = [card for card in await parts.directory.cards() if caller.record.may_use(card.name)]
     return web.json_response({"object": "list", "data": [_model(card) for card in cards]})
 
 
 async def get_model(request: web.Request) -> web.Response:
     """One model; its id may hold slashes."""
     parts = request.app[PARTS]
-    await parts.auth.tenant(request)
+    caller = await parts.auth.tenant(request)
     name = request.match_info["model"]
     for card in await parts.directory.cards():
-        if card.name == name:
+        if card.name == name and caller.record.may_use(name):
             return web.json_response(_model(card))
     raise model_not_found(name)
 

@@ -14,6 +14,7 @@ from gateway.model_directory import ModelDirectory
 from gateway.redis_link import RedisLink
 from gateway.reply_reader import ReplyReader
 from gateway.settings import GatewaySettings
+from gateway.tenancy_watch import TenancyWatch
 from gateway.tracing import Tracing
 
 
@@ -24,6 +25,7 @@ class Parts:
     settings: GatewaySettings
     link: RedisLink
     auth: Authenticator
+    watch: TenancyWatch
     directory: ModelDirectory
     intake: IntakePool
     reader: ReplyReader

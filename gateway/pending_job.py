@@ -41,6 +41,8 @@ class PendingJob:
     unserved_since_s: float | None = None
     heard_s: float = 0.0
     completion_tokens: int = 0
+    started_s: float | None = None  # when a worker took it, and when its first token came
+    first_token_s: float | None = None
     last: Done | Failed | None = None
     has_failed_here: bool = False  # ended from this side: its worker may still be at it
     proposal: Job | None = None  # the next attempt, while it isn't known whether Redis has taken it
@@ -144,6 +146,7 @@ class PendingJob:
         if isinstance(reply, Started):
             self.worker_id = reply.worker_id
             self.has_started = True
+            self.started_s = self.started_s or self.heard_s
             return
         if isinstance(reply, Delta):
             self._note_delta(reply)
@@ -155,6 +158,7 @@ class PendingJob:
 
     def _note_delta(self, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)
+        self.first_token_s = self.first_token_s or self.heard_s
         if delta.cached_tokens is not None:
             self._cached_tokens = delta.cached_tokens
         if 0 <= delta.index < len(self._samples):

@@ -44,6 +44,8 @@ class GatewaySettings:
     key_cache_s: float = 0.5
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
+    lease_s: float = 15.0  # after which what a dead gateway's requests held is free again
+    usage_rows_days: int = 35
 
     def __post_init__(self) -> None:
         for name in ("port", "metrics_port"):
@@ -59,5 +61,9 @@ class GatewaySettings:
             raise SettingsError(f"max_connections must be at least 1, got {self.max_connections}")
         if self.max_body_bytes < 1024:
             raise SettingsError(f"max_body_bytes must be at least 1024, got {self.max_body_bytes}")
+        if not 1 <= self.lease_s <= 3600:
+            raise SettingsError(f"lease_s must be 1 to 3600, got {self.lease_s}")
+        if not 1 <= self.usage_rows_days <= 3660:
+            raise SettingsError(f"usage_rows_days must be 1 to 3660, got {self.usage_rows_days}")
         if self.intake_processes < 1:
             raise SettingsError(f"intake_processes must be at least 1, got {self.intake_processes}")

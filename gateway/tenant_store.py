@@ -1,21 +1,32 @@
-"""Tenants, API keys and usage totals in Redis. The `sluicegate` command uses it too."""
+"""Tenants and their API keys in Redis. The `sluicegate` command uses it too."""
 
 import secrets
-import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from protocol.codec import decode, encode
-from protocol.errors import DecodeError
+from gateway.records import Records
+from protocol.audit import AuditKind, AuditRecord
 from protocol.ids import TenantId
 from protocol.key_space import KeySpace
-from protocol.tenancy import ApiKey, Role, Tenant, key_digest, new_api_key
+from protocol.tenancy import ApiKey, Scope, ShareGroup, Tenant, key_digest, new_api_key
+from protocol.usage import TOTALS
 
-USAGE_FIELDS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+DELETE_BATCH = 500
+DELETED_S = 3600  # longer than a request that was let in before can take to be admitted
+MAX_TRIES = 20
 
 
 class TenantStoreError(Exception):
     """A change that can't be made; the message is one clear line."""
+
+
+class MissingError(TenantStoreError):
+    """There is nothing of this name."""
+
+
+class ExistsError(TenantStoreError):
+    """There is something of this name already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,64 +38,115 @@ class NewKey:
 
 
 class TenantStore:
-    """Reads and writes through one Redis client; errors of the client pass through."""
+    """Reads and writes through one Redis client; errors of the client pass through. `actor` is named in the audit."""
 
-    def __init__(self, client: Any, keys: KeySpace, pepper: bytes) -> None:
+    def __init__(self, client: Any, keys: KeySpace, pepper: bytes, actor: str = "cli") -> None:
         self._client = client
         self._keys = keys
         self._pepper = pepper
+        self._actor = actor
+        self._records = Records(client, keys, pepper)
 
-    async def create_tenant(self, tenant: TenantId, display_name: str) -> Tenant:
-        """Add a tenant; raises TenantStoreError if there is one of this id."""
-        record = Tenant(tenant, display_name, _now_ms())
-        if not await self._client.hsetnx(self._keys.tenants, tenant, encode(record)):
-            raise TenantStoreError(f"tenant {tenant!r} exists already")
+    # -- tenants -----------------------------------------------------------------------------------------------------
+
+    async def create_tenant(self, tenant: TenantId, display_name: str, **fields: Any) -> Tenant:
+        """Add a tenant; raises ExistsError if there is one of this id, ValueError for a field that can't be."""
+        record = Tenant(tenant, display_name, await self._records.now_ms(), **fields)
+        if await self.tenant(tenant) is None:
+            await self._client.delete(self._keys.deleted(tenant))
+        if not await self._records.add(self._keys.tenants, tenant, record, self._audit("tenant.created", tenant)):
+            raise ExistsError(f"tenant {tenant!r} exists already")
         return record
 
     async def tenants(self) -> list[Tenant]:
         """All tenants, by id."""
-        found = await self._client.hvals(self._keys.tenants)
-        return sorted((decode(Tenant, raw) for raw in found), key=lambda tenant: tenant.id)
+        found = await self._records.all(self._keys.tenants, Tenant)
+        return sorted(found.values(), key=lambda tenant: tenant.id)
 
     async def tenant(self, tenant: TenantId) -> Tenant | None:
         """One tenant."""
-        raw = await self._client.hget(self._keys.tenants, tenant)
-        return None if raw is None else decode(Tenant, raw)
+        return await self._records.get(self._keys.tenants, tenant, Tenant)
+
+    async def change_tenant(self, tenant: TenantId, **changes: Any) -> Tenant:
+        """Replace fields of a tenant; raises MissingError, or ValueError for a field that can't be."""
+        kind: AuditKind = "tenant.changed"
+        if set(changes) == {"status"}:
+            kind = "tenant.disabled" if changes["status"] == "disabled" else "tenant.enabled"
+        audit = self._audit(kind, tenant, detail=", ".join(sorted(changes)))
+        changed: Tenant = await self._replace(
+            self._keys.tenants, tenant, Tenant, lambda old: replace(old, **changes), audit, f"tenant {tenant!r}"
+        )
+        return changed
 
     async def delete_tenant(self, tenant: TenantId) -> int:
-        """Remove a tenant with its keys and usage; returns how many keys. Raises TenantStoreError if there is none."""
-        if not await self._client.hdel(self._keys.tenants, tenant):
-            raise TenantStoreError(f"there is no tenant {tenant!r}")
-        digests = [digest for digest, key in await self._records() if key.tenant == tenant]
-        if digests:
-            await self._client.hdel(self._keys.api_keys, *digests)
-        await self._client.delete(self._keys.usage(tenant))
-        return len(digests)
-
-    async def create_key(self, tenant: TenantId, name: str, role: Role = "inference") -> NewKey:
-        """A new key for a tenant; raises TenantStoreError if there's no such tenant."""
+        """Remove a tenant with its keys, accounts and memberships; returns how many keys. Raises MissingError if there is none."""
         if await self.tenant(tenant) is None:
-            raise TenantStoreError(f"there is no tenant {tenant!r}")
-        secret = new_api_key()
-        return NewKey(secret, await self._store(secret, tenant, name, role))
+            raise MissingError(f"there is no tenant {tenant!r}")
+        # Keys go first: none may be left for a later tenant of the same id.
+        owned = [(digest, key) for digest, key in (await self._key_records()).items() if key.tenant == tenant]
+        for digest, key in owned:
+            await self._remove_key(digest, key)
+        await self._leave_shares(tenant)
+        await self._records.remove(self._keys.tenants, tenant, self._audit("tenant.deleted", tenant))
+        await self._client.set(self._keys.deleted(tenant), 1, ex=DELETED_S)
+        await self._delete_accounts(tenant)
+        return len(owned)
 
-    async def adopt_key(self, secret: str, tenant: TenantId, name: str) -> ApiKey:
-        """Store a key that was made before, so that a stack's demo key stays the same."""
+    # -- keys --------------------------------------------------------------------------------------------------------
+
+    async def create_key(self, tenant: TenantId, name: str, *scopes: Scope, **fields: Any) -> NewKey:
+        """A new key for a tenant; raises MissingError if there's no such tenant, ValueError for a field that can't be."""
+        if await self.tenant(tenant) is None:
+            raise MissingError(f"there is no tenant {tenant!r}")
+        secret = new_api_key()
+        return NewKey(secret, await self._store(secret, tenant, name, scopes or ("inference",), fields))
+
+    async def adopt_key(self, secret: str, tenant: TenantId, name: str, *scopes: Scope, **fields: Any) -> ApiKey:
+        """Store a key that was made before, so that a stack's key stays the same. Raises TenantStoreError if it was revoked."""
         found = await self.find_key(secret)
-        return found or await self._store(secret, tenant, name, "inference")
+        if found is not None:
+            return found
+        if await self.is_revoked(secret):
+            raise TenantStoreError("the key was revoked")
+        return await self._store(secret, tenant, name, scopes or ("inference",), fields)
+
+    async def is_revoked(self, secret: str) -> bool:
+        """Whether a key was revoked."""
+        digest = key_digest(self._pepper, secret)
+        return digest is not None and bool(await self._client.sismember(self._keys.revoked_keys, digest))
 
     async def keys(self, tenant: TenantId | None = None) -> list[ApiKey]:
         """All keys, or those of one tenant."""
-        records = [key for _, key in await self._records() if tenant in (None, key.tenant)]
+        records = [key for key in (await self._key_records()).values() if tenant in (None, key.tenant)]
         return sorted(records, key=lambda key: (key.tenant, key.created_ms, key.id))
 
+    async def last_used(self) -> dict[str, int]:
+        """Key id -> about when it was last used, in Unix milliseconds."""
+        return {key.decode(): int(ms) for key, ms in (await self._client.hgetall(self._keys.last_used)).items()}
+
+    async def change_key(self, key_id: str, **changes: Any) -> ApiKey:
+        """Replace fields of a key; raises MissingError, or ValueError for a field that can't be."""
+        digest, key = await self._find_id(key_id)
+        audit = self._audit("key.changed", key.tenant, key.id, detail=", ".join(sorted(changes)))
+        return await self._replace_key(digest, key, changes, audit)
+
+    async def rotate_key(self, key_id: str, overlap_ms: int) -> NewKey:
+        """A successor with the same rights; the old key works for `overlap_ms` more, or as long as it would have. Raises MissingError."""
+        digest, key = await self._find_id(key_id)
+        now_ms = await self._records.now_ms()
+        fields = {"limits": key.limits, "budgets": key.budgets}
+        secret = new_api_key()
+        made = await self._store(secret, key.tenant, key.name, key.scopes, fields)
+        end_ms = min(now_ms + overlap_ms, key.expires_ms or now_ms + overlap_ms)
+        audit = self._audit("key.rotated", key.tenant, key.id, detail=f"successor {made.id}")
+        await self._replace_key(digest, key, {"expires_ms": end_ms}, audit)
+        return NewKey(secret, made)
+
     async def revoke_key(self, key_id: str) -> ApiKey:
-        """Remove a key by its public id; raises TenantStoreError if there is none."""
-        for digest, key in await self._records():
-            if key.id == key_id:
-                await self._client.hdel(self._keys.api_keys, digest)
-                return key
-        raise TenantStoreError(f"there is no key {key_id!r}")
+        """Remove a key by its public id, for good; raises MissingError if there is none."""
+        digest, key = await self._find_id(key_id)
+        await self._remove_key(digest, key)
+        return key
 
     async def find_key(self, secret: str) -> ApiKey | None:
         """The record of a key that a client sent."""
@@ -93,35 +155,83 @@ class TenantStore:
 
     async def find_digest(self, digest: str) -> ApiKey | None:
         """The record under a digest."""
-        raw = await self._client.hget(self._keys.api_keys, digest)
-        try:
-            return None if raw is None else decode(ApiKey, raw)
-        except DecodeError:
-            return None  # an unreadable record opens no door
+        return await self._records.get(self._keys.api_keys, digest, ApiKey)
 
-    async def add_usage(self, tenant: TenantId, amounts: dict[str, int]) -> None:
-        """Add to a tenant's totals, all at once."""
-        pipeline = self._client.pipeline(transaction=True)
-        for field, amount in amounts.items():
-            pipeline.hincrby(self._keys.usage(tenant), field, amount)
-        await pipeline.execute()
+    # -- totals ------------------------------------------------------------------------------------------------------
 
     async def usage(self, tenant: TenantId) -> dict[str, int]:
         """A tenant's totals."""
         raw = await self._client.hgetall(self._keys.usage(tenant))
-        return {field: int(raw.get(field.encode(), 0)) for field in USAGE_FIELDS}
+        return {field: int(raw.get(field.encode(), 0)) for field in TOTALS}
 
-    async def _store(self, secret: str, tenant: TenantId, name: str, role: Role) -> ApiKey:
+    # -- within ------------------------------------------------------------------------------------------------------
+
+    def _audit(self, kind: AuditKind, tenant: TenantId, key: str = "", detail: str = "") -> AuditRecord:
+        return AuditRecord(kind, self._actor, tenant, key, detail=detail)
+
+    async def _replace(
+        self, place: str, field: str, kind: type, change: Callable[[Any], Any], audit: AuditRecord, name: str
+    ) -> Any:
+        """Change a record as it is now, again if somebody else was faster."""
+        for _ in range(MAX_TRIES):
+            found = await self._records.find(place, field, kind)
+            if found is None:
+                raise MissingError(f"there is no {name}")
+            changed = change(found.record)
+            if changed == found.record or await self._records.replace(place, field, found.raw, changed, audit):
+                return changed
+        raise TenantStoreError(f"{name} is being changed by others all the time")
+
+    async def _replace_key(self, digest: str, key: ApiKey, changes: dict[str, Any], audit: AuditRecord) -> ApiKey:
+        changed: ApiKey = await self._replace(
+            self._keys.api_keys, digest, ApiKey, lambda old: replace(old, **changes), audit, f"key {key.id!r}"
+        )
+        return changed
+
+    async def _store(
+        self, secret: str, tenant: TenantId, name: str, scopes: tuple[Scope, ...], fields: dict[str, Any]
+    ) -> ApiKey:
         digest = key_digest(self._pepper, secret)
         assert digest is not None
-        record = ApiKey("key_" + secrets.token_hex(6), tenant, name, _now_ms(), role)
-        await self._client.hset(self._keys.api_keys, digest, encode(record))
+        record = ApiKey(
+            "key_" + secrets.token_hex(6), tenant, name, await self._records.now_ms(), tuple(scopes), **fields
+        )
+        audit = self._audit("key.created", tenant, record.id, detail=",".join(scopes))
+        if not await self._records.add(self._keys.api_keys, digest, record, audit):
+            raise ExistsError("this key exists already")
         return record
 
-    async def _records(self) -> list[tuple[str, ApiKey]]:
-        found = await self._client.hgetall(self._keys.api_keys)
-        return [(digest.decode(), decode(ApiKey, raw)) for digest, raw in found.items()]
+    async def _remove_key(self, digest: str, key: ApiKey) -> None:
+        await self._records.remove(
+            self._keys.api_keys, digest, self._audit("key.revoked", key.tenant, key.id), retire=digest
+        )
+        await self._client.hdel(self._keys.last_used, key.id)
 
+    async def _key_records(self) -> dict[str, ApiKey]:
+        return await self._records.all(self._keys.api_keys, ApiKey)
 
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
+    async def _find_id(self, key_id: str) -> tuple[str, ApiKey]:
+        for digest, key in (await self._key_records()).items():
+            if key.id == key_id:
+                return digest, key
+        raise MissingError(f"there is no key {key_id!r}")
+
+    async def _leave_shares(self, tenant: TenantId) -> None:
+        for name, group in (await self._records.all(self._keys.shares, ShareGroup)).items():
+            if tenant in group.tenants:
+                audit = AuditRecord("share.changed", self._actor, tenant, detail=f"{name}: its tenant was deleted")
+                await self._replace(
+                    self._keys.shares, name, ShareGroup,
+                    lambda old: replace(old, tenants=tuple(t for t in old.tenants if t != tenant)), audit, f"share group {name!r}",
+                )  # fmt: skip
+
+    async def _delete_accounts(self, tenant: TenantId) -> None:
+        batch: list[bytes] = []
+        async for name in self._client.scan_iter(self._keys.account(tenant, "*"), count=1000):
+            if name.decode() != self._keys.deleted(tenant):
+                batch.append(name)
+            if len(batch) >= DELETE_BATCH:
+                await self._client.delete(*batch)
+                batch.clear()
+        if batch:
+            await self._client.delete(*batch)

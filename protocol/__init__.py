@@ -1,7 +1,8 @@
 """What crosses Redis: messages, their codec, every key name, every Lua script. No I/O.
 
 Reading order: `ids`, `errors`, `codec` (typed msgpack), `job` (gateway to worker), `signing`, `replies` (worker to
-gateway), `model_card` (what a worker tells of itself), `tenancy` (tenants and API keys), `faults` (damage on demand),
+gateway), `model_card` (what a worker tells of itself), `limits` and `tenancy` (tenants and API keys), `usage` and `audit` (what is written of requests and
+events), `faults` (damage on demand),
 `redis_url` (clusters), `key_space` (key names),
-`scripts` (Lua about who is there), `queue_lua` and `queue_scripts` (Lua of the queue), `link_state` (whether Redis answers).
+`scripts` (Lua about who is there), `queue_lua` and `queue_scripts` (Lua of the queue), `account_scripts` (Lua of limits), `link_state` (whether Redis answers).
 """

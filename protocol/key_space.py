@@ -106,16 +106,87 @@ class KeySpace:
         """Sorted set of model names; the score is the Redis time (ms) until which some worker said it serves the model."""
         return f"{self.prefix}:models"
 
+    # -- tenants and all that an operator sets: one slot, so that a change, its revision and its audit entry are one step
+
     @property
     def tenants(self) -> str:
-        """Hash: tenant id -> encoded Tenant."""
-        return f"{self.prefix}:tenants"
+        """Hash: tenant id -> sealed Tenant."""
+        return f"{self.prefix}:{{tenancy}}:tenants"
 
     @property
     def api_keys(self) -> str:
-        """Hash: key digest -> encoded ApiKey."""
-        return f"{self.prefix}:api_keys"
+        """Hash: key digest -> sealed ApiKey."""
+        return f"{self.prefix}:{{tenancy}}:api_keys"
+
+    @property
+    def revoked_keys(self) -> str:
+        """Set of the digests of revoked keys, so that a seed file doesn't bring them back."""
+        return f"{self.prefix}:{{tenancy}}:revoked"
+
+    @property
+    def last_used(self) -> str:
+        """Hash: key id -> Redis time (ms) of about its last use."""
+        return f"{self.prefix}:{{tenancy}}:last_used"
+
+    @property
+    def revision(self) -> str:
+        """Counter that every change of tenants, keys and prices raises; gateways watch it."""
+        return f"{self.prefix}:{{tenancy}}:revision"
+
+    @property
+    def prices(self) -> str:
+        """Hash: model name -> sealed Price."""
+        return f"{self.prefix}:{{tenancy}}:prices"
+
+    @property
+    def shares(self) -> str:
+        """Hash: name -> sealed ShareGroup."""
+        return f"{self.prefix}:{{tenancy}}:shares"
+
+    @property
+    def audit(self) -> str:
+        """Stream of audit entries (protocol.audit)."""
+        return f"{self.prefix}:{{tenancy}}:audit"
+
+    @property
+    def metered(self) -> str:
+        """Sorted set of tenants that may have open requests; the score is the Redis time (ms) until which that's looked into."""
+        return f"{self.prefix}:metered"
+
+    # -- one tenant's accounts: one slot each. The colon keeps the tag apart from every model's.
+
+    def account(self, tenant: TenantId, part: str) -> str:
+        """A key of a tenant's accounts (gateway.limits, gateway.usage_store)."""
+        return f"{self.prefix}:{{tenant:{tenant}}}:{part}"
+
+    def open_requests(self, tenant: TenantId) -> str:
+        """Hash: request -> what was reserved for it, until it's settled."""
+        return self.account(tenant, "open")
+
+    def leases(self, tenant: TenantId) -> str:
+        """Sorted set of open requests; the score is the Redis time (ms) until which its gateway has it."""
+        return self.account(tenant, "leases")
+
+    def progress(self, tenant: TenantId) -> str:
+        """Hash: request -> what its gateway last reported of it."""
+        return self.account(tenant, "progress")
+
+    def deleted(self, tenant: TenantId) -> str:
+        """Is there for a while after the tenant was deleted: nothing is admitted any more, so that nothing is written again."""
+        return self.account(tenant, "deleted")
 
     def usage(self, tenant: TenantId) -> str:
         """Hash: a tenant's totals (requests, prompt_tokens, cached_tokens, completion_tokens)."""
-        return f"{self.prefix}:usage:{tenant}"
+        return self.account(tenant, "usage")
+
+    def usage_rows(self, tenant: TenantId) -> str:
+        """Stream of usage rows (protocol.usage)."""
+        return self.account(tenant, "rows")
+
+    def usage_hours(self, tenant: TenantId, day: str) -> str:
+        """Hash: sums of the hours of a day."""
+        return self.account(tenant, f"hours:{day}")
+
+    def usage_days(self, tenant: TenantId, month: str) -> str:
+        """Hash: sums of the days of a month."""
+        return self.account(tenant, f"days:{month}")

@@ -19,7 +19,7 @@ LAST_SEQUENCE = 2**31 - 1
 FinishReason = Literal["stop", "length"]
 FailureCode = Literal[
     "internal_error", "worker_lost", "cancelled", "deadline_exceeded", "model_unavailable", "invalid_job",
-    "kv_integrity_error", "overloaded", "shutting_down",
+    "kv_integrity_error", "overloaded", "shutting_down", "access_revoked",
 ]  # fmt: skip
 
 

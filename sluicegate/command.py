@@ -16,6 +16,7 @@ from sluicegate.environment import DEFAULT_REDIS_URL
 from sluicegate.errors import CommandError
 from sluicegate.gateway_flags import add_limits
 from sluicegate.model_store import DEFAULT_MODEL
+from sluicegate.tenancy_flags import add_tenancy
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -93,8 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_stack(commands)
     _add_processes(commands)
-    _add_tenants(commands)
-    _add_keys(commands)
+    add_tenancy(commands, _add, _redis)
     _add_queue(commands)
     _add_models(commands)
     _add_chat(commands)
@@ -203,6 +203,7 @@ def _add_stack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _engine(parser)
     _synthetic(parser)
     _drain(parser)
+    parser.add_argument("--tenants", metavar="FILE", help="TOML file of tenants, keys, limits and prices to set up")
     parser.add_argument("--detach", action="store_true", help="return when the stack is ready and leave it running")
     _data(_add(commands, "down", "stack:down", "stop the stack of a data folder, letting running answers finish"))
 
@@ -244,35 +245,6 @@ def _add_processes(commands: "argparse._SubParsersAction[argparse.ArgumentParser
     )
     _drain(parser)
     _trace(parser)
-
-
-def _add_tenants(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    group = commands.add_parser("tenant", help="create, list and delete tenants", description="Tenants of the stack.")
-    actions = group.add_subparsers(metavar="ACTION", required=True)
-    parser = _add(actions, "create", "tenants:create_tenant", "add a tenant")
-    parser.add_argument("tenant", help="its id: letters, digits, '.', '_' and '-'")
-    parser.add_argument("--display-name", help="a name for people")
-    _redis(parser)
-    _redis(_add(actions, "list", "tenants:list_tenants", "show all tenants with their usage"))
-    parser = _add(actions, "delete", "tenants:delete_tenant", "remove a tenant and its keys")
-    parser.add_argument("tenant", help="its id")
-    _redis(parser)
-
-
-def _add_keys(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    group = commands.add_parser("key", help="create, list and revoke API keys", description="API keys of tenants.")
-    actions = group.add_subparsers(metavar="ACTION", required=True)
-    parser = _add(actions, "create", "tenants:create_key", "make a key for a tenant and print it, once")
-    parser.add_argument("tenant", help="the tenant's id")
-    parser.add_argument("--name", default="key", help="what it is for")
-    parser.add_argument("--admin", action="store_true", help="a key for the /admin routes")
-    _redis(parser)
-    parser = _add(actions, "list", "tenants:list_keys", "show keys by their public ids")
-    parser.add_argument("tenant", nargs="?", help="only this tenant's")
-    _redis(parser)
-    parser = _add(actions, "revoke", "tenants:revoke_key", "remove a key; gateways refuse it within a second")
-    parser.add_argument("key_id", help="its public id, from `sluicegate key list`")
-    _redis(parser)
 
 
 def _add_queue(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

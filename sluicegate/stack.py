@@ -20,6 +20,7 @@ from sluicegate.environment import STACK_FILE, data_folder, read_stack
 from sluicegate.errors import CommandError
 from sluicegate.model_store import SYNTHETIC_MODEL, resolve
 from sluicegate.stack_settings import StackSettings
+from sluicegate.tenant_seed import read_seed
 
 DETACH_TIMEOUT_S = 180.0
 DOWN_TIMEOUT_S = 120.0
@@ -37,6 +38,8 @@ def up(arguments: Namespace) -> None:
         raise CommandError(f"a stack is already running in {data}; stop it with: sluicegate down --data {data}")
     is_synthetic = arguments.engine == "synthetic"
     name, model = (SYNTHETIC_MODEL, None) if is_synthetic else resolve(arguments.model, data)
+    if arguments.tenants is not None:
+        read_seed(Path(arguments.tenants).expanduser())  # before anything is started
     if arguments.detach:
         _detach(data)
         return
@@ -47,6 +50,7 @@ def up(arguments: Namespace) -> None:
         kv_tokens=arguments.kv_tokens, page_size=arguments.page_size, max_sequences=arguments.max_sequences,
         drain_grace_s=arguments.drain_grace, prefill_rate=arguments.prefill_rate, decode_rate=arguments.decode_rate,
         context=arguments.context,
+        tenants=None if arguments.tenants is None else Path(arguments.tenants).expanduser().resolve(),
     )  # fmt: skip
     with _exclusive(data):
         asyncio.run(_foreground(settings))

@@ -24,6 +24,7 @@ class StackSettings:
     prefill_rate: float = 0.0
     decode_rate: float = 0.0
     context: int = 8192
+    tenants: Path | None = None
 
     def worker_flags(self) -> list[str]:
         """The flags of its workers."""

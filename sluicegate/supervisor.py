@@ -24,8 +24,10 @@ from protocol.tenancy import new_api_key
 from sluicegate.child import Child, start_time
 from sluicegate.environment import STACK_FILE
 from sluicegate.errors import CommandError
+from sluicegate.redis_access import stores_of
 from sluicegate.secrets import DEMO_FILE, admin_key, derived_keys, replaced, stored
 from sluicegate.stack_settings import StackSettings
+from sluicegate.tenant_seed import apply_seed, read_seed
 from sluicegate.valkey import embedded_valkey, free_port
 
 DEMO_TENANT = TenantId("demo")
@@ -116,6 +118,10 @@ class Supervisor:
                 if await store.find_key(secret) is None:
                     secret = replaced(data, DEMO_FILE, new_api_key())
             await store.adopt_key(secret, DEMO_TENANT, "demo")
+            if self._settings.tenants is not None:
+                stores = stores_of(client, derived_keys(data).key_pepper, "seed")
+                for line in await apply_seed(stores, read_seed(self._settings.tenants), data):
+                    self._say(line)
         finally:
             await client.aclose()
         return secret

@@ -1,128 +1,128 @@
-"""`sluicegate tenant` and `sluicegate key`: straight to Redis, with the installation's secrets."""
+"""`sluicegate tenant`."""
 
-import asyncio
+import json
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
-from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
-from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import RedisError
-
-from gateway.tenant_store import TenantStore, TenantStoreError
+from gateway.limits.state import standing_json, standings
+from gateway.tenancy_json import key_json, tenant_json
 from protocol.errors import ProtocolError
-from protocol.ids import TenantId, parse_tenant_id
-from protocol.key_space import KeySpace
-from protocol.redis_url import cluster_node_url
-from sluicegate.environment import data_folder, redis_url
+from protocol.ids import parse_model_name
+from protocol.limits import UNLIMITED
+from sluicegate.allowances import allowances_from, pairs_from, shown_time
+from sluicegate.environment import data_folder
 from sluicegate.errors import CommandError
-from sluicegate.secrets import derived_keys
+from sluicegate.redis_access import Stores, tenant_id, with_stores
+from sluicegate.tenant_seed import apply_seed, read_seed
 
-TIMEOUT_S = 5.0
 
-
-def _with_store(arguments: Namespace, work: Callable[[TenantStore], Awaitable[None]]) -> None:
-    data = data_folder(arguments.data)
-    url = redis_url(arguments.redis_url, data)
-    pepper = derived_keys(data).key_pepper
-
-    async def connected() -> None:
-        node_url = cluster_node_url(url)
-        kind: Any = Redis if node_url is None else RedisCluster
-        client = kind.from_url(node_url or url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+def _tenant_fields(arguments: Namespace) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    if arguments.weight is not None:
+        changes["weight"] = arguments.weight
+    if arguments.model:
         try:
-            await work(TenantStore(client, KeySpace(), pepper))
-        finally:
-            await client.aclose()
-
-    try:
-        asyncio.run(connected())
-    except (TenantStoreError, ProtocolError) as error:
-        raise CommandError(str(error)) from None
-    except (RedisError, OSError, TimeoutError) as error:
-        raise CommandError(f"cannot reach Redis: {type(error).__name__}: {error}; is the stack up?") from None
-
-
-def _tenant_id(text: str) -> TenantId:
-    try:
-        return parse_tenant_id(text)
-    except ProtocolError as error:
-        raise CommandError(str(error)) from None
-
-
-def _day(milliseconds: int) -> str:
-    return datetime.fromtimestamp(milliseconds / 1000, timezone.utc).strftime("%Y-%m-%d %H:%M")
+            changes["models"] = None if arguments.model == ["all"] else tuple(map(parse_model_name, arguments.model))
+        except ProtocolError as error:
+            raise CommandError(str(error)) from None
+    if arguments.metadata:
+        changes["metadata"] = pairs_from("--metadata", arguments.metadata)
+    return changes
 
 
 def create_tenant(arguments: Namespace) -> None:
     """Add a tenant."""
-    tenant = _tenant_id(arguments.tenant)
+    tenant = tenant_id(arguments.tenant)
+    fields = _tenant_fields(arguments) | allowances_from(arguments, UNLIMITED)
 
-    async def work(store: TenantStore) -> None:
-        await store.create_tenant(tenant, arguments.display_name or tenant)
+    async def work(stores: Stores) -> None:
+        await stores.tenants.create_tenant(tenant, arguments.display_name or tenant, **fields)
         print(f"Created tenant {tenant}. Give it a key with: sluicegate key create {tenant}")
 
-    _with_store(arguments, work)
+    with_stores(arguments, work)
+
+
+def update_tenant(arguments: Namespace) -> None:
+    """Change what is given."""
+    tenant = tenant_id(arguments.tenant)
+
+    async def work(stores: Stores) -> None:
+        old = await stores.tenants.tenant(tenant)
+        changes = _tenant_fields(arguments) | allowances_from(arguments, old.limits if old else UNLIMITED)
+        if arguments.display_name:
+            changes["display_name"] = arguments.display_name
+        await stores.tenants.change_tenant(tenant, **changes)
+        print(f"Changed tenant {tenant}." if changes else "Nothing to change.")
+
+    with_stores(arguments, work)
+
+
+def set_status(arguments: Namespace) -> None:
+    """Disable a tenant, its running requests included, or let it in again."""
+    tenant = tenant_id(arguments.tenant)
+
+    async def work(stores: Stores) -> None:
+        await stores.tenants.change_tenant(tenant, status=arguments.status)
+        print(f"Tenant {tenant} is {arguments.status}.")
+
+    with_stores(arguments, work)
 
 
 def list_tenants(arguments: Namespace) -> None:
     """All tenants with their keys and totals."""
 
-    async def work(store: TenantStore) -> None:
-        keys = await store.keys()
+    async def work(stores: Stores) -> None:
+        keys = await stores.tenants.keys()
         print(
-            f"{'TENANT':<24} {'CREATED (UTC)':<17} {'KEYS':>4} {'REQUESTS':>9} {'PROMPT':>12} {'CACHED':>12} {'OUTPUT':>12}"
+            f"{'TENANT':<24} {'CREATED (UTC)':<17} {'STATUS':<8} {'KEYS':>4} {'REQUESTS':>9} {'PROMPT':>12} {'CACHED':>12} {'OUTPUT':>12}"
         )
-        for tenant in await store.tenants():
-            usage = await store.usage(tenant.id)
+        for tenant in await stores.tenants.tenants():
+            usage = await stores.tenants.usage(tenant.id)
             count = sum(key.tenant == tenant.id for key in keys)
             print(
-                f"{tenant.id:<24} {_day(tenant.created_ms):<17} {count:>4} {usage['requests']:>9} "
+                f"{tenant.id:<24} {shown_time(tenant.created_ms):<17} {tenant.status:<8} {count:>4} {usage['requests']:>9} "
                 f"{usage['prompt_tokens']:>12} {usage['cached_tokens']:>12} {usage['completion_tokens']:>12}"
             )
 
-    _with_store(arguments, work)
+    with_stores(arguments, work)
+
+
+def show_tenant(arguments: Namespace) -> None:
+    """A tenant, its keys, and what is used of each limit, as JSON."""
+    tenant = tenant_id(arguments.tenant)
+
+    async def work(stores: Stores) -> None:
+        record = await stores.tenants.tenant(tenant)
+        if record is None:
+            raise CommandError(f"there is no tenant {tenant!r}")
+        keys, used = await stores.tenants.keys(tenant), await stores.tenants.last_used()
+        state = []
+        for key in (None, *keys):
+            state += [standing_json(one, key) for one in await standings(stores.client, stores.keys, record, key)]
+        shown = {**tenant_json(record), "keys": [key_json(key, used.get(key.id)) for key in keys], "state": state}
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
+
+    with_stores(arguments, work)
 
 
 def delete_tenant(arguments: Namespace) -> None:
     """Remove a tenant and its keys."""
-    tenant = _tenant_id(arguments.tenant)
+    tenant = tenant_id(arguments.tenant)
 
-    async def work(store: TenantStore) -> None:
-        count = await store.delete_tenant(tenant)
+    async def work(stores: Stores) -> None:
+        count = await stores.tenants.delete_tenant(tenant)
         print(f"Deleted tenant {tenant} and its {count} {'key' if count == 1 else 'keys'}.")
 
-    _with_store(arguments, work)
+    with_stores(arguments, work)
 
 
-def create_key(arguments: Namespace) -> None:
-    """Make a key and show it, once."""
-    tenant = _tenant_id(arguments.tenant)
+def apply_tenants(arguments: Namespace) -> None:
+    """Make tenants, keys, prices and share groups as a seed file has them."""
+    seed = read_seed(Path(arguments.file))
 
-    async def work(store: TenantStore) -> None:
-        made = await store.create_key(tenant, arguments.name, "admin" if arguments.admin else "inference")
-        print(made.secret)
+    async def work(stores: Stores) -> None:
+        for line in await apply_seed(stores, seed, data_folder(arguments.data)):
+            print(line)
 
-    _with_store(arguments, work)
-
-
-def list_keys(arguments: Namespace) -> None:
-    """Keys by their public ids."""
-    tenant = None if arguments.tenant is None else _tenant_id(arguments.tenant)
-
-    async def work(store: TenantStore) -> None:
-        print(f"{'KEY ID':<18} {'TENANT':<24} {'NAME':<20} {'ROLE':<10} CREATED (UTC)")
-        for key in await store.keys(tenant):
-            print(f"{key.id:<18} {key.tenant:<24} {key.name:<20} {key.role:<10} {_day(key.created_ms)}")
-
-    _with_store(arguments, work)
-
-
-def revoke_key(arguments: Namespace) -> None:
-    """Remove a key; gateways refuse it within a second."""
-
-    async def work(store: TenantStore) -> None:
-        key = await store.revoke_key(arguments.key_id)
-        print(f"Revoked key {key.id} of tenant {key.tenant}.")
-
-    _with_store(arguments, work)
+    with_stores(arguments, work)

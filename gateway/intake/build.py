@@ -11,7 +11,7 @@ from gateway.intake.completion_body import DEFAULT_MAX_TOKENS, completion_body
 from gateway.intake.encoder import PromptEncoder
 from gateway.intake.field_table import MAX_TOKENS
 from gateway.intake.fields import Fields, parse_object
-from gateway.intake.sampling_fields import sampling_params, with_room
+from gateway.intake.sampling_fields import sampling_params, with_output_limit, with_room
 from protocol.job import SamplingParams
 from protocol.key_space import PriorityClass
 
@@ -45,7 +45,7 @@ def build_call(
         kind=kind,
         model=model.name,
         prompts=tuple(prompts),
-        samplings=_samplings(sampling, prompts, params, model.max_request_tokens, default),
+        samplings=_samplings(sampling, prompts, params, model, default),
         n=n,
         stream=stream,
         include_usage=_include_usage(fields, stream),
@@ -66,9 +66,12 @@ def _model(fields: Fields, models: dict[str, ServedModel]) -> ServedModel:
 
 
 def _samplings(
-    sampling: SamplingParams, prompts: list[tuple[int, ...]], params: list[str], limit: int, default: int
+    sampling: SamplingParams, prompts: list[tuple[int, ...]], params: list[str], model: ServedModel, default: int
 ) -> tuple[SamplingParams, ...]:
-    return tuple(with_room(sampling, len(p), limit, param, default) for p, param in zip(prompts, params, strict=True))
+    bounded = with_output_limit(sampling, model.max_output_tokens)
+    limit = model.max_request_tokens
+    default = min(default, model.max_output_tokens or default)
+    return tuple(with_room(bounded, len(p), limit, param, default) for p, param in zip(prompts, params, strict=True))
 
 
 def _include_usage(fields: Fields, stream: bool) -> bool:

@@ -26,11 +26,12 @@ class GenerationCall:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the intake must know of a model."""
+    """What the intake must know of a model, as one caller may use it. Without `max_output_tokens` an answer may fill the context."""
 
     name: str
     card_digest: str
     max_request_tokens: int
+    max_output_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

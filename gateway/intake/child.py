@@ -1,7 +1,7 @@
 """The intake process: reads frames from standard input, answers on standard output, ends with its input.
 
 ["load", card digest, encoded TokenizerSpec]          -> ["ok"]
-[kind, body, [[name, digest, limit], ...], limits]    -> ["call", encoded GenerationCall]
+[kind, body, [field of a ServedModel...]..., limits]  -> ["call", encoded GenerationCall]
                                                        | ["error", status, message, type, code, param]
                                                        | ["need", card digest]
 """
@@ -44,7 +44,7 @@ class Intake:
                 self._load(request[1], request[2])
                 return ["ok"]
             kind, body, models, limits = request
-            served = {name: ServedModel(name, digest, limit) for name, digest, limit in models}
+            served = {row[0]: ServedModel(*row) for row in models}
             return ["call", encode(build_call(kind, body, served, IntakeLimits(*limits), self._encoder))]
         except _NeedCard as need:
             return ["need", str(need)]

@@ -6,7 +6,7 @@ Large bodies never hold all of them, and nobody waits longer than a set time for
 import asyncio
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import structlog
@@ -94,9 +94,14 @@ class IntakePool:
         await asyncio.gather(*self._exchanges, return_exceptions=True)
         await asyncio.gather(*(process.end() for process in self._all))
 
-    async def call(self, kind: Literal["chat", "completion"], body: bytes) -> GenerationCall:
-        """The checked call in a body; raises ApiError."""
-        models = await self._directory.served()
+    async def call(
+        self,
+        kind: Literal["chat", "completion"],
+        body: bytes,
+        view: Callable[[list[ServedModel]], list[ServedModel]] = list,
+    ) -> GenerationCall:
+        """The checked call in a body, of a caller who sees the models that `view` leaves; raises ApiError."""
+        models = view(await self._directory.served())
         request = [kind, body, _rows(models), self._limits]
         is_large = len(body) > LARGE_BYTES
         process = await self._turn(is_large=is_large)
@@ -164,7 +169,7 @@ class IntakePool:
 
 
 def _rows(models: Iterable[ServedModel]) -> list[list[Any]]:
-    return [[model.name, model.card_digest, model.max_request_tokens] for model in models]
+    return [[m.name, m.card_digest, m.max_request_tokens, m.max_output_tokens] for m in models]
 
 
 def _result(answer: list[Any]) -> GenerationCall:

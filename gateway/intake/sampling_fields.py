@@ -57,6 +57,15 @@ def with_room(sampling: SamplingParams, num_prompt: int, limit: int, param: str,
     return replace(sampling, max_tokens=wanted)
 
 
+def with_output_limit(sampling: SamplingParams, most: int | None) -> SamplingParams:
+    """The sampling as it is; raises ApiError if its max_tokens are more than the caller may ask for."""
+    if most is not None and sampling.max_tokens > most:
+        raise bad_request(
+            f"Invalid 'max_tokens': you may ask for at most {most}, not {sampling.max_tokens}.", "max_tokens"
+        )
+    return sampling
+
+
 def _too_long(what: str, limit: int, param: str) -> ApiError:
     message = f"This model's maximum context length is {limit} tokens; {what}."
     return bad_request(message, param, "context_length_exceeded")

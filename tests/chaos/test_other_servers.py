@@ -1,6 +1,7 @@
 """The same code on a Redis Cluster of three nodes and on Debian's Redis 7: answers, cancellation, a worker's death, nothing left behind."""
 
 import asyncio
+import json
 import os
 import shutil
 import subprocess
@@ -107,6 +108,22 @@ async def _serves(arena, *, resumes: bool) -> None:
     recorded = int(next(row for row in rows if row.startswith("acme")).split()[-1])
     told = sum(outcome.completion_tokens or 0 for _, outcome in arena.outcomes)
     assert told <= recorded <= told + 11 * 60
+    await _operates(arena)
+
+
+async def _operates(arena) -> None:
+    """Limits, usage, audit, rotation and deletion, on this server too."""
+    run = arena.fleet.run
+    await run("tenant", "update", "acme", "--limit", "requests_per_minute=1", "--budget", "month:tokens=1000000")
+    await asyncio.sleep(1.0)
+    outcomes = await asyncio.gather(*(arena.ask(arena.body("Another question.", max_tokens=2)) for _ in range(4)))
+    assert 1 == sum(outcome.is_complete for outcome in outcomes)
+    sums = json.loads(await run("usage", "--by", "hour", "--format", "json"))["totals"]
+    rows = json.loads(await run("usage", "acme", "--by", "request", "--format", "json"))
+    assert len(rows["data"]) == sums["requests"]
+    assert rows["totals"]["completion_tokens"] == sums["completion_tokens"]
+    assert 0 < len(await run("audit", "--kind", "key"))
+    assert "acme" in await run("tenant", "delete", "acme")
 
 
 @pytest.mark.timeout(240)

@@ -120,6 +120,18 @@ def stop(stack: Stack) -> None:
 
 
 @pytest.fixture(scope="session")
+def start_stack() -> Callable[..., Iterator[Stack]]:
+    """For fixtures that keep a stack of their own: starts one, yields it, stops it."""
+
+    def run(data: Path, *flags: str) -> Iterator[Stack]:
+        running = start(data, *flags)
+        yield running
+        stop(running)
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[Stack]:
     """One stack for all tests that leave it as they found it."""
     running = start(tmp_path_factory.mktemp("stack"))

