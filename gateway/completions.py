@@ -49,9 +49,7 @@ async def _answer(request: web.Request, kind: Literal["chat", "completion"]) -> 
 async def _admitted(
     request: web.Request, parts: Parts, kind: Literal["chat", "completion"], caller: Principal
 ) -> web.StreamResponse:
-    body = await read_body(request, parts.settings.max_body_bytes, parts.settings.body_timeout_s)
-    call = await parts.intake.call(kind, body, partial(models_of, caller))
-    del body
+    call = await _prepared(request, parts, kind, caller)
     check_samples(caller, call)
     started_s = time.monotonic()
     async with parts.generations.open(call, caller) as generation:
@@ -60,7 +58,18 @@ async def _admitted(
         shaper = await _shaper(parts, call)
         if call.stream:
             return await _Relay(request, parts, call, generation, shaper, started_s).run()
-        return await _whole(parts, generation, shaper, started_s)
+        return await _whole(parts, call, generation, shaper, started_s)
+
+
+async def _prepared(
+    request: web.Request, parts: Parts, kind: Literal["chat", "completion"], caller: Principal
+) -> GenerationCall:
+    settings = parts.settings
+    with parts.bodies.share(caller.tenant) as share:
+        with parts.tracing.step("read body"):
+            body = await read_body(request, settings.max_body_bytes, settings.body_timeout_s, share)
+        with parts.tracing.step("prepare", body_bytes=len(body)):
+            return await parts.intake.call(kind, body, partial(models_of, caller))
 
 
 async def _shaper(parts: Parts, call: GenerationCall) -> Shaper:
@@ -70,7 +79,9 @@ async def _shaper(parts: Parts, call: GenerationCall) -> Shaper:
     return ChatShaper(call, fingerprint) if call.kind == "chat" else CompletionShaper(call, fingerprint)
 
 
-async def _whole(parts: Parts, generation: Generation, shaper: Shaper, started_s: float) -> web.StreamResponse:
+async def _whole(
+    parts: Parts, call: GenerationCall, generation: Generation, shaper: Shaper, started_s: float
+) -> web.StreamResponse:
     has_token = False
     while not generation.is_finished:
         replies = await generation.take()
@@ -79,7 +90,7 @@ async def _whole(parts: Parts, generation: Generation, shaper: Shaper, started_s
             shaper.collect(slot, reply)
             if isinstance(reply, Delta) and not has_token:
                 has_token = True
-                parts.metrics.first_token(time.monotonic() - started_s)
+                parts.metrics.first_token(call.model, time.monotonic() - started_s)
     return web.json_response(shaper.whole(generation.usage()))
 
 
@@ -150,7 +161,7 @@ class _Relay:
     def _count(self) -> None:
         now_s = time.monotonic()
         if self._last_token_s is None:
-            self._metrics.first_token(now_s - self._started_s)
+            self._metrics.first_token(self._call.model, now_s - self._started_s)
         else:
-            self._metrics.between_tokens(now_s - self._last_token_s)
+            self._metrics.between_tokens(self._call.model, now_s - self._last_token_s)
         self._last_token_s = now_s

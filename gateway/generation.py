@@ -1,6 +1,8 @@
 """One HTTP request's jobs: submitted together, answered through one mailbox, taken back if the request ends before they do, and counted once."""
 
 import asyncio
+import hashlib
+import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,12 +12,14 @@ from gateway.intake.call import GenerationCall
 from gateway.limits.account import Account
 from gateway.limits.ledger import Ledger
 from gateway.mailbox import Mailbox
+from gateway.metrics import JobMoment, tenant_class
 from gateway.pending_job import PendingJob
 from gateway.redis_link import RedisLink
 from gateway.reply_reader import ReplyReader
 from gateway.settings import GatewaySettings
 from gateway.submitter import Submitter, now_ms
-from protocol.ids import ModelName, new_request_id
+from gateway.tracing import current_context
+from protocol.ids import ModelName, TenantId, new_request_id
 from protocol.job import Job
 from protocol.replies import Done, Failed, Reply
 
@@ -28,9 +32,9 @@ class Generation:
         self.jobs = jobs
         self.caller = caller
         self.account = account
-        self.checked_revision = (
-            caller.revision
-        )  # until which change of tenants and keys its caller is known to be welcome
+        # Until which change of tenants and keys its caller is known to be welcome.
+        self.checked_revision = caller.revision
+        self._since_s = asyncio.get_running_loop().time()
 
     async def take(self) -> list[tuple[int, Reply]]:
         """The replies that have come since the last call, at least one: (prompt number, reply). Done and Failed are among them."""
@@ -40,6 +44,15 @@ class Generation:
     def is_finished(self) -> bool:
         """Whether all jobs have ended and everything they said was taken: a job can end while its last replies still wait here."""
         return self._mailbox.is_empty and all(job.is_finished for job in self.jobs)
+
+    def moments(self) -> list[JobMoment]:
+        """Its jobs that have not ended."""
+        name = tenant_class(self.caller.weight)
+        return [
+            JobMoment(job.model, name, "queued" if job.worker_id is None else "running", self._since_s)
+            for job in self.jobs
+            if not job.is_finished
+        ]
 
     def usage(self) -> tuple[int, int, int]:
         """Prompt, cached and completion tokens of the jobs that are done."""
@@ -104,6 +117,10 @@ class Generations:
         """Open requests whose callers were not looked up again since a change."""
         return [generation for generation in self._open if generation.checked_revision != revision]
 
+    def moments(self) -> list[JobMoment]:
+        """The jobs that have not ended."""
+        return [moment for generation in self._open for moment in generation.moments()]
+
     @property
     def num_open(self) -> int:
         """Requests that are being answered."""
@@ -135,9 +152,17 @@ class Generations:
             n=call.n,
             # Echo needs the prompt's tokens as text, which come with its logprobs.
             prompt_logprobs=(sampling.logprobs or 0) if call.echo else None,
-            cache_salt=call.cache_salt,
+            cache_salt=self._salt(caller.tenant, call.cache_salt),
             priority=call.priority,
+            trace_context=current_context(),
         )
+
+    def _salt(self, tenant: TenantId, salt: str | None) -> str | None:
+        """What the worker gets for a client's salt: it may be a secret of the client's, and Redis writes jobs to disk."""
+        if salt is None:
+            return None
+        message = f"cache-salt\0{tenant}\0{salt}".encode()
+        return hmac.digest(self._settings.key_pepper, message, hashlib.sha256).hex()
 
 
 def raise_if_failed(replies: list[tuple[int, Reply]]) -> None:

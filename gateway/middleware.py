@@ -1,14 +1,18 @@
 """Around every request: its id, its errors in one shape, its line in the log, its count."""
 
+import asyncio
 import re
 import secrets
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 
 import structlog
 from aiohttp import web
 
+from gateway.error_response import error_response, from_http
 from gateway.errors import ApiError, crashed
+from gateway.framing import check_framing
 from gateway.parts import PARTS
 
 _log = structlog.get_logger(__name__)
@@ -28,8 +32,15 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
     started_s = time.monotonic()
     status = 499  # what is counted if the client leaves
     try:
-        response = await _handled(request, handler)
-        status = response.status
+        with request.app[PARTS].tracing.request(request, _route(request)) as span:
+            response = await _handled(request, handler)
+            status = response.status
+            if span is not None:
+                span.set_attribute("http.response.status_code", status)
+    except (ConnectionError, asyncio.CancelledError) as error:
+        # aiohttp leaves the exception in a reference cycle; half a body or an unread answer must not wait there for the collector.
+        traceback.clear_frames(error.__traceback__)
+        raise
     finally:
         route = _route(request)
         request.app[PARTS].metrics.request(route, status)
@@ -50,33 +61,20 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 async def _handled(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
+        check_framing(request)
         return await handler(request)
     except ApiError as error:
-        return _response(error)
+        response = error_response(error)
+        if error.code == "malformed_request":
+            response.force_close()  # where this request ends is not certain
+        return response
     except web.HTTPException as error:
-        return _response(_from_http(error))
+        return error_response(from_http(error))
     except ConnectionError:
         raise  # the client has gone; there's nobody to answer
     except Exception as error:
         _log.exception("request_crashed", error=type(error).__name__)
-        return _response(crashed())
-
-
-def _response(error: ApiError) -> web.Response:
-    headers = {"Content-Type": "application/json; charset=utf-8", **error.headers}
-    status = 503 if error.status == 499 else error.status
-    return web.Response(status=status, body=error.body(), headers=headers)
-
-
-def _from_http(error: web.HTTPException) -> ApiError:
-    """aiohttp's own errors (no such route, wrong method) in our shape."""
-    if error.status == 404:
-        return ApiError(404, "There is no such route.", "invalid_request_error", "not_found")
-    if isinstance(error, web.HTTPMethodNotAllowed):
-        allowed = ", ".join(sorted(error.allowed_methods))
-        message = f"This route takes {allowed}."
-        return ApiError(405, message, "invalid_request_error", "method_not_allowed", headers={"Allow": allowed})
-    return ApiError(error.status, error.reason, "invalid_request_error", None)
+        return error_response(crashed())
 
 
 def _request_id(request: web.Request) -> str:

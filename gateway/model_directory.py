@@ -1,6 +1,7 @@
 """Which models and workers there are right now: a picture of Redis that is renewed twice a second."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -41,6 +42,7 @@ class ModelDirectory:
         self._link = link
         self._cards: dict[str, ModelCard] = {}
         self.fleet = Fleet()
+        self.last_round_s = time.monotonic()
         self._has_looked = False
         self.on_refresh: Callable[[Fleet], None] = lambda fleet: None
 
@@ -52,6 +54,7 @@ class ModelDirectory:
             except ApiError:
                 # The link has logged it. The picture stays as it was, but deadlines go on passing.
                 self.on_refresh(self.fleet)
+            self.last_round_s = time.monotonic()
             await asyncio.sleep(REFRESH_S)
 
     async def refresh(self) -> None:

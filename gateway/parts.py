@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from gateway.auth import Authenticator
+from gateway.body import BodyMemory
 from gateway.generation import Generations
 from gateway.intake.pool import IntakePool
 from gateway.metrics import Metrics
@@ -14,6 +15,7 @@ from gateway.redis_link import RedisLink
 from gateway.reply_reader import ReplyReader
 from gateway.settings import GatewaySettings
 from gateway.tenancy_watch import TenancyWatch
+from gateway.tracing import Tracing
 
 
 @dataclass(slots=True)
@@ -29,6 +31,8 @@ class Parts:
     reader: ReplyReader
     generations: Generations
     metrics: Metrics
+    bodies: BodyMemory
+    tracing: Tracing
     tasks: list[asyncio.Task[None]]
     is_draining: bool = False
     num_answering: int = 0  # requests past authentication, whether their jobs are queued yet or not

@@ -74,6 +74,7 @@ class Job:
     cache_salt: str | None = None
     priority: PriorityClass = "interactive"
     progress: Progress | None = None
+    trace_context: str | None = None  # a W3C traceparent
 
     @property
     def line(self) -> str:

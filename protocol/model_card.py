@@ -4,13 +4,16 @@ from dataclasses import dataclass, field
 
 from protocol.ids import ModelName, WorkerId
 
+BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # upper bounds, inclusive
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSpec:
     """A tokenizer as data.
 
     `tokenizer_json` is in the format of Hugging Face's `tokenizers`, WITHOUT added tokens and post-processor: it maps any text to
-    ordinary tokens only. `control_tokens` are the (text, id) pairs that a chat template may write and a user never can.
+    ordinary tokens only. `control_tokens` are the (text, id) pairs that a chat template may write and a user never can; `text_tokens`
+    (`<think>`) are added tokens that anybody may write.
     """
 
     tokenizer_json: str = field(repr=False)
@@ -20,6 +23,7 @@ class TokenizerSpec:
     add_bos: bool
     eos_token_ids: tuple[int, ...]
     vocab_size: int
+    text_tokens: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +70,5 @@ class WorkerStatus:
     integrity_mode: str = ""
     is_draining: bool = False
     pid: int = 0
+    batch_sizes: tuple[int, ...] = ()  # steps by BATCH_SIZE_BOUNDS, and one count for what is over the last
+    batched_sequences: int = 0

@@ -1,17 +1,20 @@
 """Arguments and dispatch. What a sub-command needs is imported when it runs, so that `--help` is instant."""
 
 import argparse
-import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
 from protocol.faults import FAULT_KINDS
 from sluicegate import __version__
+from sluicegate.argument_types import seconds as _seconds
+from sluicegate.argument_types import whole as _whole
+from sluicegate.configuration import COMMANDS, complete
 from sluicegate.environment import DEFAULT_REDIS_URL
 from sluicegate.errors import CommandError
+from sluicegate.gateway_flags import add_limits
 from sluicegate.model_store import DEFAULT_MODEL
 from sluicegate.tenancy_flags import add_tenancy
 
@@ -20,9 +23,12 @@ PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a sub-command; returns the exit code: 0, 1 for a failure, 2 for wrong arguments."""
-    parsed = _parser().parse_args(arguments)
+    given = None if arguments is None else list(arguments)
+    parsed = make_parser().parse_args(given)
     module, _, function = parsed.run.partition(":")
     try:
+        if parsed.command in COMMANDS:
+            complete(make_parser, given, parsed)
         getattr(import_module(f"sluicegate.{module}"), function)(parsed)
     except CommandError as error:
         print(f"sluicegate: {error}", file=sys.stderr, flush=True)
@@ -37,29 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"sluicegate: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
-
-
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be {low} to {high}, got {value}")
-        return value
-
-    return parse
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected seconds, got {text!r}") from None
-    if not (math.isfinite(value) and 0 <= value <= 86_400):
-        raise argparse.ArgumentTypeError(f"must be 0 to 86400 seconds, got {text}")
-    return value
 
 
 def _rate(text: str) -> float:
@@ -96,7 +79,8 @@ def _add(
     return parser
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """All commands and their flags."""
     parser = _Parser(
         prog="sluicegate",
         description="Self-hosted, multi-tenant inference for open-weight language models.\n\n"
@@ -106,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sluicegate {__version__}")
     commands: argparse._SubParsersAction[argparse.ArgumentParser] = parser.add_subparsers(
-        metavar="COMMAND", required=True, parser_class=_Parser
+        metavar="COMMAND", dest="command", required=True, parser_class=_Parser
     )
     _add_stack(commands)
     _add_processes(commands)
@@ -114,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_queue(commands)
     _add_models(commands)
     _add_chat(commands)
+    _add_config(commands)
     _add_faults(commands)
     _add_doctor(commands)
     _add_bench(commands)
@@ -128,6 +113,10 @@ def _data(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings (SLUICEGATE_CONFIG)")
+
+
 def _redis(parser: argparse.ArgumentParser) -> None:
     _data(parser)
     parser.add_argument(
@@ -138,7 +127,7 @@ def _redis(parser: argparse.ArgumentParser) -> None:
 
 def _model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", metavar="NAME_OR_PATH", default=os.environ.get("SLUICEGATE_MODEL", DEFAULT_MODEL),
+        "--model", metavar="NAME_OR_PATH", default=DEFAULT_MODEL,
         help="a known model's name, a GGUF file, or a Hugging Face folder",
     )  # fmt: skip
     parser.add_argument("--name", help="the name that clients use for the model (default: from --model)")
@@ -188,6 +177,14 @@ def _drain(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trace-endpoint",
+        metavar="URL",
+        help="send traces to this OpenTelemetry collector, http://HOST:4318/v1/traces",
+    )
+
+
 def _listen(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(
@@ -198,6 +195,7 @@ def _listen(parser: argparse.ArgumentParser) -> None:
 def _add_stack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     more = "\n\nStarts an embedded Valkey, a gateway and workers, makes a demo tenant, and prints how to use them."
     parser = _add(commands, "up", "stack:up", "start a whole stack on this machine", more)
+    _config(parser)
     _listen(parser)
     _data(parser)
     _model(parser)
@@ -212,38 +210,15 @@ def _add_stack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def _add_processes(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = _add(commands, "gateway", "processes:gateway", "run one gateway process: HTTP in, jobs out")
+    _config(parser)
     _listen(parser)
     _redis(parser)
-    parser.add_argument(
-        "--max-body-bytes", type=_whole(1024, 1 << 30), metavar="N", default=16 << 20, help="largest request body"
-    )
-    parser.add_argument(
-        "--max-waiting-jobs", type=_whole(1, 1 << 20), metavar="N", default=1000, help="longest queue of a model"
-    )
-    parser.add_argument(
-        "--max-waiting-tokens",
-        type=_whole(1, 1 << 40),
-        metavar="N",
-        default=4_000_000,
-        help="the same in expected tokens",
-    )
-    parser.add_argument(
-        "--max-tenant-jobs",
-        type=_whole(1, 1 << 20),
-        metavar="N",
-        default=250,
-        help="longest line of a tenant for a model",
-    )
-    parser.add_argument(
-        "--max-tenant-tokens",
-        type=_whole(1, 1 << 40),
-        metavar="N",
-        default=1_000_000,
-        help="the same in expected tokens",
-    )
+    add_limits(parser)
     _drain(parser)
+    _trace(parser)
     more = "\n\nA worker joins the stack behind its Redis and takes work; start as many as you like."
     parser = _add(commands, "worker", "processes:worker", "run one worker process: a model that takes jobs", more)
+    _config(parser)
     _redis(parser)
     _model(parser)
     _engine(parser)
@@ -251,7 +226,7 @@ def _add_processes(commands: "argparse._SubParsersAction[argparse.ArgumentParser
         "--step-tokens", type=_whole(1, 65536), metavar="N", default=256, help="most tokens in one engine step"
     )
     parser.add_argument(
-        "--kernels", choices=("auto", "ref", "cpu", "gpu"), default=os.environ.get("SLUICEGATE_KERNELS", "auto"),
+        "--kernels", choices=("auto", "ref", "cpu", "gpu"), default="auto",
         help="implementation of the numerical kernels",
     )  # fmt: skip
     _synthetic(parser)
@@ -269,6 +244,7 @@ def _add_processes(commands: "argparse._SubParsersAction[argparse.ArgumentParser
         "--max-deliveries", type=_whole(1, 100), metavar="N", default=3, help="workers that one job may take down"
     )
     _drain(parser)
+    _trace(parser)
 
 
 def _add_queue(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -312,6 +288,15 @@ def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument("--system", help="a system prompt")
     parser.add_argument("--max-tokens", type=_whole(1, 1 << 30), metavar="N", help="longest answer")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 for the likeliest answer, up to 2")
+
+
+def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    group = commands.add_parser("config", help="show the settings in force", description="Settings of the processes.")
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+    more = "\n\nSettings come from flags, the environment, a TOML file and defaults; docs/configuration.md lists them."
+    parser = _add(actions, "show", "config_page:show", "print the settings that a process would have", more)
+    parser.add_argument("process", nargs="?", choices=COMMANDS, default="up", help="whose settings")
+    _config(parser)
 
 
 def _add_faults(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -368,6 +353,10 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _model_to_measure(parser)
     parser.add_argument("--tokens", type=_whole(1, 1 << 20), metavar="N", default=4096, help="tokens of text")
     _peers(_add(actions, "peers", "bench:peers", "install the engines that ours is compared with"))
+    parser = _add(actions, "gateway", "bench_gateway:run", "CPU time of authentication and admission")
+    parser.add_argument(
+        "--requests", type=_whole(1, 1_000_000), metavar="N", default=2000, help="requests of each kind"
+    )
     more = "\n\nStarts synthetic workers of its own in a temporary folder; compare numbers of one run only."
     parser = _add(actions, "queue", "bench:queue", "what gateway and queue cost, beside bare aiohttp", more)
     parser.add_argument(

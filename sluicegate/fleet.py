@@ -103,7 +103,8 @@ class Fleet:
 
     async def metric(self, prefix: str) -> float:
         """The sum of the samples whose line begins so, of the first gateway."""
-        lines = (await asyncio.to_thread(_read, self.gateways[0].url + "/metrics")).decode().splitlines()
+        url, key = self.gateways[0].url + "/metrics", admin_key(self.folder)
+        lines = (await asyncio.to_thread(_read, url, key)).decode().splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(prefix))
 
     def client(self) -> Any:

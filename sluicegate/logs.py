@@ -3,12 +3,27 @@
 import logging
 import os
 import sys
+import traceback
+from typing import Any
 
 import structlog
+from structlog.typing import EventDict
 
 from sluicegate.errors import CommandError
 
+MAX_FRAMES = 20
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+
+
+def _frames_alone(_: Any, __: str, event: EventDict) -> EventDict:
+    """An exception's type and where it came from. Its text is left out: it may quote a prompt or a key."""
+    info = event.pop("exc_info", None)
+    error = sys.exc_info()[1] if info is True else info[1] if isinstance(info, tuple) else info
+    if isinstance(error, BaseException):
+        frames = traceback.extract_tb(error.__traceback__)[-MAX_FRAMES:]
+        event["exception"] = type(error).__name__
+        event["frames"] = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+    return event
 
 
 def configure(process: str) -> None:
@@ -23,7 +38,7 @@ def configure(process: str) -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
+            _frames_alone,
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[name]),

@@ -5,9 +5,11 @@ from argparse import Namespace
 
 from sluicegate.environment import data_folder, redis_url
 from sluicegate.errors import CommandError
+from sluicegate.gateway_flags import limits
 from sluicegate.logs import configure
 from sluicegate.model_store import SYNTHETIC_MODEL, resolve
 from sluicegate.secrets import admin_key, derived_keys
+from sluicegate.tracing import tracing
 
 
 def gateway(arguments: Namespace) -> None:
@@ -26,14 +28,13 @@ def gateway(arguments: Namespace) -> None:
             admin_key=admin_key(data),
             host=arguments.host,
             port=arguments.port,
-            max_body_bytes=arguments.max_body_bytes,
-            max_waiting_jobs=arguments.max_waiting_jobs,
-            max_waiting_tokens=arguments.max_waiting_tokens,
-            max_tenant_jobs=arguments.max_tenant_jobs,
-            max_tenant_tokens=arguments.max_tenant_tokens,
             drain_grace_s=arguments.drain_grace,
+            metrics_host=arguments.metrics_host,
+            metrics_port=arguments.metrics_port,
+            **limits(arguments),
         )
-        asyncio.run(run(settings))
+        with tracing("gateway", arguments.trace_endpoint) as tracer:
+            asyncio.run(run(settings, tracer))
     except SettingsError as error:
         raise CommandError(str(error)) from None
 
@@ -75,6 +76,7 @@ def worker(arguments: Namespace) -> None:
             drain_grace_s=arguments.drain_grace,
             synthetic=synthetic if is_synthetic else None,
         )
-        asyncio.run(run(settings))
+        with tracing("worker", arguments.trace_endpoint) as tracer:
+            asyncio.run(run(settings, tracer))
     except (WorkerError, ModelError, KernelError, InvalidNameError) as error:
         raise CommandError(str(error)) from None

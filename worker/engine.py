@@ -3,14 +3,16 @@
 A request ends in exactly one terminal reply, whatever happens to it: all ways out lead through `_end`.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
 from protocol.ids import RequestId, WorkerId
 from protocol.job import Job
+from protocol.model_card import BATCH_SIZE_BOUNDS
 from protocol.replies import (
     Delta,
     Done,
@@ -66,6 +68,14 @@ class EngineTotals:
     generated_tokens: int = 0
     steps: int = 0
     failed_requests: int = 0
+    batch_sizes: list[int] = field(default_factory=lambda: [0] * (len(BATCH_SIZE_BOUNDS) + 1))
+    batched_sequences: int = 0
+
+    def count_step(self, num_sequences: int) -> None:
+        """A step over so many sequences."""
+        self.steps += 1
+        self.batched_sequences += num_sequences
+        self.batch_sizes[bisect_left(BATCH_SIZE_BOUNDS, num_sequences)] += 1
 
 
 class Engine:
@@ -140,7 +150,7 @@ class Engine:
             batch = self._without_stale_pages(self._parts.executor.build(chunks))
             if batch is not None and (results := self._execute(batch)) is not None:
                 self._commit(batch, results)
-            self.totals.steps += 1
+            self.totals.count_step(len(chunks))
         self.integrity.scrub(SCRUBBED_PER_STEP)
         return self.take_replies()
 

@@ -18,6 +18,7 @@ from protocol.ids import RequestId
 from protocol.job import Job
 from worker.engine import Engine
 from worker.outgoing import Outgoing
+from worker.spans import JobSpans
 
 Result = TypeVar("Result")
 
@@ -44,6 +45,8 @@ class Gauges:
     preemptions: int
     failed_requests: int
     integrity_violations: int
+    batch_sizes: tuple[int, ...]
+    batched_sequences: int
     integrity: tuple[tuple[str, int], ...]
 
 
@@ -84,8 +87,11 @@ _Command = _Submit | _Cancel | _Drop | _FailAll | _Call | _Stop
 class EngineThread:
     """Runs an engine. `deliver` is called in the engine's thread with each step's replies and must not block."""
 
-    def __init__(self, engine: Engine, deliver: Callable[[list[Outgoing]], None]) -> None:
+    def __init__(
+        self, engine: Engine, deliver: Callable[[list[Outgoing]], None], spans: JobSpans | None = None
+    ) -> None:
         self._engine = engine
+        self._spans = spans or JobSpans(None)
         self._deliver = deliver
         self._commands: queue.Queue[_Command] = queue.Queue(MAX_COMMANDS)
         self._unpublished = threading.BoundedSemaphore(MAX_UNPUBLISHED_STEPS)
@@ -99,6 +105,7 @@ class EngineThread:
 
     def submit(self, job: Job) -> None:
         """Hand over a job."""
+        self._spans.accepted(job)
         self._commands.put_nowait(_Submit(job))
 
     def cancel(self, request_id: RequestId) -> None:
@@ -141,6 +148,7 @@ class EngineThread:
             self.gauges = self._read_gauges()
             self._busy_since = None
             if replies:
+                self._spans.replied(replies)
                 # While Redis is away this waits; the worker's heartbeat is away then too.
                 self._unpublished.acquire()
                 self._deliver(replies)
@@ -197,4 +205,6 @@ class EngineThread:
             failed_requests=totals.failed_requests,
             integrity_violations=engine.integrity.totals.num_violations,
             integrity=engine.integrity.totals.snapshot(),
+            batch_sizes=tuple(totals.batch_sizes),
+            batched_sequences=totals.batched_sequences,
         )

@@ -88,6 +88,8 @@ class Heartbeat:
             preemptions=gauges.preemptions,
             failed_requests=gauges.failed_requests,
             integrity_violations=gauges.integrity_violations,
+            batch_sizes=gauges.batch_sizes,
+            batched_sequences=gauges.batched_sequences,
             integrity=gauges.integrity,
             integrity_mode=self._settings.integrity,
             is_draining=self._is_draining(),

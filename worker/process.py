@@ -27,6 +27,7 @@ from worker.publisher import Publisher
 from worker.reaper import Reaper
 from worker.redis_link import NETWORK_ERRORS, RedisLink, open_redis
 from worker.settings import WorkerSettings
+from worker.spans import JobSpans
 
 _log = structlog.get_logger(__name__)
 
@@ -37,7 +38,7 @@ CANCEL_SETTLE_S = 5.0
 CANCEL_AGAIN_S = 0.2
 
 
-async def run(settings: WorkerSettings) -> None:
+async def run(settings: WorkerSettings, tracer: Any | None = None) -> None:
     """Serve until SIGTERM or SIGINT. Raises WorkerError, ModelError or KernelError if it cannot start."""
     stopping = _Signals()
     sys.setswitchinterval(THREAD_SWITCH_S)
@@ -49,7 +50,7 @@ async def run(settings: WorkerSettings) -> None:
             return
         seconds = round(time.monotonic() - started, 2)
         _log.info("model_loaded", model=settings.model_name, seconds=seconds, **prepared.facts)
-        await _Worker(link, settings, prepared).serve(stopping)
+        await _Worker(link, settings, prepared, JobSpans(tracer)).serve(stopping)
 
 
 def _preparation(settings: WorkerSettings) -> Callable[[], Prepared]:
@@ -90,12 +91,12 @@ class _Signals:
 class _Worker:
     """The running parts."""
 
-    def __init__(self, link: RedisLink, settings: WorkerSettings, prepared: Prepared) -> None:
+    def __init__(self, link: RedisLink, settings: WorkerSettings, prepared: Prepared, spans: JobSpans) -> None:
         self._settings = settings
         self._in_flight = InFlight(settings.max_sequences, lambda: self._engine.gauges.waiting_sequences)
         self._is_draining = False
         card = prepared.card
-        self._engine = EngineThread(prepared.engine, self._deliver)
+        self._engine = EngineThread(prepared.engine, self._deliver, spans)
         self._queue = JobQueue(link, card.name, settings.worker_id, int(settings.lease_s * 1000))
         self._publisher = Publisher(link, self._queue, self._on_sent, self._drop)
         self._consumer = Consumer(

@@ -4,16 +4,17 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from gateway.errors import bad_request, model_not_found
+from gateway.intake import field_table as table
 from gateway.intake.call import GenerationCall, IntakeLimits, ServedModel
 from gateway.intake.chat_body import chat_body
 from gateway.intake.completion_body import DEFAULT_MAX_TOKENS, completion_body
 from gateway.intake.encoder import PromptEncoder
+from gateway.intake.field_table import MAX_TOKENS
 from gateway.intake.fields import Fields, parse_object
-from gateway.intake.sampling_fields import MAX_TOKENS, sampling_params, with_output_limit, with_room
+from gateway.intake.sampling_fields import sampling_params, with_output_limit, with_room
 from protocol.job import SamplingParams
 from protocol.key_space import PriorityClass
 
-MAX_SALT_CHARACTERS = 128
 EncoderOf = Callable[[ServedModel], PromptEncoder]
 
 
@@ -28,8 +29,8 @@ def build_call(
     fields = Fields(parse_object(body))
     model = _model(fields, models)
     encoder = encoder_of(model)
-    n = fields.integer("n", 1, limits.max_choices) or 1
-    stream = fields.boolean("stream", default=False)
+    n = fields.integer(table.samples(limits.max_choices)) or 1
+    stream = fields.boolean(table.STREAM)
     if kind == "chat":
         chat = chat_body(fields)
         sampling = sampling_params(fields, encoder.vocab_size, chat.max_tokens, chat.logprobs)
@@ -49,14 +50,14 @@ def build_call(
         stream=stream,
         include_usage=_include_usage(fields, stream),
         echo=echo,
-        cache_salt=fields.string("cache_salt", MAX_SALT_CHARACTERS),
+        cache_salt=fields.string(table.CACHE_SALT),
         timeout_s=_timeout(fields, limits),
         priority=_priority(fields),
     )
 
 
 def _model(fields: Fields, models: dict[str, ServedModel]) -> ServedModel:
-    name = fields.string("model", 256)
+    name = fields.string(table.MODEL)
     if name is None:
         raise bad_request("'model' is missing.", "model")
     if name not in models:
@@ -81,15 +82,15 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
         raise fields.wrong("stream_options", "an object")
     if not stream:
         raise bad_request("'stream_options' needs 'stream' to be true.", "stream_options")
-    return Fields(options, "stream_options").boolean("include_usage", default=False)
+    return Fields(options, "stream_options").boolean(table.INCLUDE_USAGE)
 
 
 def _priority(fields: Fields) -> PriorityClass:
     """OpenAI's service_tier: 'flex' is work that can wait."""
-    return "batch" if fields.string("service_tier", 32) == "flex" else "interactive"
+    return "batch" if fields.string(table.SERVICE_TIER) == "flex" else "interactive"
 
 
 def _timeout(fields: Fields, limits: IntakeLimits) -> float | None:
     if not fields.has("timeout"):
         return None
-    return fields.number("timeout", 0, limits.max_timeout_s, limits.max_timeout_s, open_low=True)
+    return fields.number(table.time_limit(limits.max_timeout_s))

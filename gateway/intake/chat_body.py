@@ -4,16 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.errors import bad_request
+from gateway.intake import field_table as table
+from gateway.intake.field_table import MAX_MESSAGES, ROLES
 from gateway.intake.fields import Fields, checked_text
-from gateway.intake.sampling_fields import MAX_TOKENS, MAX_TOP_LOGPROBS
 
-MAX_MESSAGES = 4096
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_UNSUPPORTED = (
-    "tools", "functions", "function_call", "audio", "prediction", "web_search_options", "chat_template",
-    "chat_template_kwargs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "structured_outputs", "use_beam_search", "prompt_logprobs", "documents",
-)  # fmt: skip
+_ROLE = table.Text("role", 32, "Who speaks.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +22,7 @@ class ChatBody:
 
 def chat_body(fields: Fields) -> ChatBody:
     """Check what is particular to chat; raises ApiError."""
-    fields.refuse(*_UNSUPPORTED)
+    fields.refuse(*table.CHAT_UNSUPPORTED)
     if fields.has("tool_choice") and fields.raw("tool_choice") not in ("none", "auto"):
         raise bad_request("'tool_choice' is not supported.", "tool_choice", "unsupported_parameter")
     _refuse_formats(fields)
@@ -36,8 +31,8 @@ def chat_body(fields: Fields) -> ChatBody:
 
 def max_tokens_of(fields: Fields) -> int | None:
     """max_completion_tokens, or max_tokens as it was called before. If both are given they must agree."""
-    new = fields.integer("max_completion_tokens", 1, MAX_TOKENS)
-    old = fields.integer("max_tokens", 1, MAX_TOKENS)
+    new = fields.integer(table.MAX_COMPLETION_TOKENS)
+    old = fields.integer(table.CHAT_MAX_TOKENS)
     if new is not None and old is not None and new != old:
         raise bad_request("'max_tokens' and 'max_completion_tokens' differ; send one of them.", "max_tokens")
     return old if new is None else new
@@ -54,8 +49,8 @@ def _refuse_formats(fields: Fields) -> None:
 
 
 def _logprobs(fields: Fields) -> int | None:
-    wanted = fields.boolean("logprobs", default=False)
-    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    wanted = fields.boolean(table.CHAT_LOGPROBS)
+    top = fields.integer(table.TOP_LOGPROBS)
     if top and not wanted:
         raise bad_request("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     return (top or 0) if wanted else None
@@ -74,12 +69,12 @@ def _message(raw: Any, path: str) -> dict[str, str]:
     if not isinstance(raw, dict):
         raise bad_request(f"Invalid '{path}': expected an object.", path)
     fields = Fields(raw, path)
-    role = fields.string("role", 32)
-    if role not in _ROLES:
-        raise bad_request(f"Invalid '{path}.role': must be one of {', '.join(_ROLES)}.", f"{path}.role")
+    role = fields.string(_ROLE)
+    if role not in ROLES:
+        raise bad_request(f"Invalid '{path}.role': must be one of {', '.join(ROLES)}.", f"{path}.role")
     fields.refuse("tool_calls", "function_call", "audio", "refusal")
     message = {"role": "system" if role == "developer" else role, "content": _content(fields, path)}
-    name = fields.string("name", 64)
+    name = fields.string(table.NAME)
     if name is not None:
         message["name"] = name
     return message

@@ -18,6 +18,7 @@ from gateway.intake.build import build_call
 from gateway.intake.call import IntakeLimits, ServedModel
 from gateway.intake.encoder import PromptEncoder
 from gateway.intake.wire import frame, read_frame
+from gateway.memory import LARGE_BYTES, keep_heap_small, trim
 from protocol.codec import decode, encode
 from protocol.model_card import TokenizerSpec
 
@@ -84,14 +85,20 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    keep_heap_small()
     intake, stdin, stdout = Intake(), sys.stdin.buffer, sys.stdout.buffer
     while (request := read_frame(stdin)) is not None:
         # The gateway kills us long before; this is for a loop that outlives a gateway which was itself killed.
         signal.alarm(MAX_REQUEST_S)
         answer = intake.answer(request)
         signal.alarm(0)
+        is_large = len(request[1]) > LARGE_BYTES
+        del request
         stdout.write(frame(answer))
         stdout.flush()
+        del answer
+        if is_large:
+            trim()
 
 
 if __name__ == "__main__":

@@ -4,19 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.errors import bad_request
+from gateway.intake import field_table as table
 from gateway.intake.fields import Fields, checked_text
-from gateway.intake.sampling_fields import MAX_TOKENS, MAX_TOP_LOGPROBS
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this route
-_UNSUPPORTED = (
-    "suffix",
-    "prompt_embeds",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "response_format",
-    "use_beam_search",
-)
 
 Prompt = str | tuple[int, ...]
 
@@ -33,16 +24,16 @@ class CompletionBody:
 
 def completion_body(fields: Fields, vocab_size: int, max_prompts: int) -> CompletionBody:
     """Check what is particular to text completions; raises ApiError."""
-    fields.refuse(*_UNSUPPORTED)
-    best_of = fields.integer("best_of", 1, MAX_TOKENS)
-    if best_of is not None and best_of != (fields.integer("n", 1, MAX_TOKENS) or 1):
+    fields.refuse(*table.COMPLETION_UNSUPPORTED)
+    best_of = fields.integer(table.BEST_OF)
+    if best_of is not None and best_of != (fields.integer(table.samples(table.MAX_TOKENS)) or 1):
         raise bad_request("'best_of' other than n is not supported.", "best_of", "unsupported_parameter")
-    echo = fields.boolean("echo", default=False)
-    max_tokens = fields.integer("max_tokens", 0 if echo else 1, MAX_TOKENS)
+    echo = fields.boolean(table.ECHO)
+    max_tokens = fields.integer(table.completion_max_tokens(echo=echo))
     return CompletionBody(
         prompts=_prompts(fields, vocab_size, max_prompts),
         max_tokens=max_tokens,
-        logprobs=fields.integer("logprobs", 0, MAX_TOP_LOGPROBS),
+        logprobs=fields.integer(table.LOGPROBS),
         echo=echo,
     )
 

@@ -1,5 +1,7 @@
 """A model's tokenizer and template, and the way from messages or text to tokens."""
 
+import re
+
 from tokenizers import Tokenizer
 
 from gateway.errors import bad_request
@@ -21,6 +23,9 @@ class PromptEncoder:
         self._bos_text = names.get(spec.bos_token_id, "") if spec.bos_token_id is not None else ""
         self._eos_text = names.get(spec.eos_token_ids[0], "") if spec.eos_token_ids else ""
         self._template: ChatTemplate | None = None
+        self._text_ids = dict(spec.text_tokens)
+        by_length = sorted(filter(None, self._text_ids), key=len, reverse=True)
+        self._text_tokens = re.compile("|".join(map(re.escape, by_length))) if by_length else None
 
     def chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
         """Tokens of a conversation, ready for the assistant's turn; raises ApiError."""
@@ -49,7 +54,16 @@ class PromptEncoder:
         return self._template
 
     def _plain(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Tokens of text, added tokens that are text (`<think>`) among them."""
+        ids: list[int] = []
+        position = 0
+        for match in self._text_tokens.finditer(text) if self._text_tokens else ():
+            ids += [*self._ordinary(text[position : match.start()]), self._text_ids[match[0]]]
+            position = match.end()
+        return ids + self._ordinary(text[position:])
+
+    def _ordinary(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids) if text else []
 
     def _with_bos(self, ids: list[int]) -> tuple[int, ...]:
         """Exactly one BOS token at the start, if the model wants one."""

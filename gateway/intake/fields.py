@@ -5,9 +5,11 @@ null means absent. true is not 1, "0.5" is not 0.5, and a number must be finite:
 
 import json
 import math
+from collections import Counter
 from typing import Any
 
 from gateway.errors import bad_request
+from gateway.intake.field_table import Boolean, Integer, Number, Text
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -15,7 +17,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not body.strip():
         raise bad_request("The request body is empty; send a JSON object.")
     try:
-        value = json.loads(body.decode("utf-8"))
+        value = json.loads(body.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError:
         raise bad_request("The request body is not valid UTF-8.") from None
     except json.JSONDecodeError as error:
@@ -26,6 +28,16 @@ def parse_object(body: bytes) -> dict[str, Any]:
         ) from None
     if not isinstance(value, dict):
         raise bad_request("The request body must be a JSON object.")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names are unique: of two values with one name, a proxy may have judged the other."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        shown = name[:64].encode("utf-8", "replace").decode()
+        raise bad_request(f"The request body has '{shown}' twice in one object.", shown)
     return value
 
 
@@ -65,49 +77,50 @@ class Fields:
         got = _name(self._raw.get(name))
         return bad_request(f"Invalid '{self.param(name)}': expected {wanted}, got {got}.", self.param(name))
 
-    def string(self, name: str, max_length: int) -> str | None:
+    def string(self, row: Text) -> str | None:
         """A string of valid Unicode."""
-        value = self._raw.get(name)
+        value, param = self._raw.get(row.name), self.param(row.name)
         if value is None:
             return None
         if type(value) is not str:
-            raise self.wrong(name, "a string")
-        if len(value) > max_length:
-            raise bad_request(f"Invalid '{self.param(name)}': longer than {max_length} characters.", self.param(name))
-        return checked_text(value, self.param(name))
+            raise self.wrong(row.name, "a string")
+        if len(value) > row.max_length:
+            raise bad_request(f"Invalid '{param}': longer than {row.max_length} characters.", param)
+        return checked_text(value, param)
 
-    def boolean(self, name: str, default: bool) -> bool:
+    def boolean(self, row: Boolean) -> bool:
         """true or false."""
-        value = self._raw.get(name)
+        value = self._raw.get(row.name)
         if value is None:
-            return default
+            return False
         if type(value) is not bool:
-            raise self.wrong(name, "a boolean")
+            raise self.wrong(row.name, "a boolean")
         return value
 
-    def integer(self, name: str, low: int, high: int) -> int | None:
-        """An integer in [low, high]; 1.0 is one, 1.5 isn't."""
-        value = self._raw.get(name)
+    def integer(self, row: Integer) -> int | None:
+        """An integer in the row's range; 1.0 is one, 1.5 isn't."""
+        value = self._raw.get(row.name)
         if value is None:
             return None
         if type(value) is float and math.isfinite(value) and value.is_integer() and abs(value) < 2**53:
             value = int(value)
         if type(value) is not int:
-            raise self.wrong(name, "an integer")
-        if not low <= value <= high:
-            raise bad_request(f"Invalid '{self.param(name)}': must be between {low} and {high}.", self.param(name))
+            raise self.wrong(row.name, "an integer")
+        if not row.low <= value <= row.high:
+            param = self.param(row.name)
+            raise bad_request(f"Invalid '{param}': must be between {row.low} and {row.high}.", param)
         return value
 
-    def number(self, name: str, low: float, high: float, default: float, *, open_low: bool = False) -> float:
-        """A finite number in [low, high], or (low, high] if `open_low`."""
-        value = self._raw.get(name)
+    def number(self, row: Number) -> float:
+        """A finite number in the row's range."""
+        value, low, high = self._raw.get(row.name), row.low, row.high
         if value is None:
-            return default
+            return row.default
         if type(value) not in (int, float):
-            raise self.wrong(name, "a number")
-        if not _is_finite(value) or not low <= value <= high or (open_low and value == low):
-            bounds = f"greater than {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
-            raise bad_request(f"Invalid '{self.param(name)}': must be {bounds}.", self.param(name))
+            raise self.wrong(row.name, "a number")
+        if not _is_finite(value) or not low <= value <= high or (row.open_low and value == low):
+            bounds = f"greater than {low:g} and at most {high:g}" if row.open_low else f"between {low:g} and {high:g}"
+            raise bad_request(f"Invalid '{self.param(row.name)}': must be {bounds}.", self.param(row.name))
         return float(value)
 
     def refuse(self, *names: str) -> None:

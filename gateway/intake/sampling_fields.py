@@ -4,39 +4,35 @@ import secrets
 from dataclasses import replace
 
 from gateway.errors import ApiError, bad_request
+from gateway.intake import field_table as table
+from gateway.intake.field_table import MAX_LOGIT_BIAS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_STOPS
 from gateway.intake.fields import Fields, checked_text
 from protocol.job import SamplingParams
 
-MAX_TOKENS = 2**31 - 1
-MAX_STOPS = 4
-MAX_STOP_CHARACTERS = 1000
-MAX_STOP_TOKEN_IDS = 64
-MAX_LOGIT_BIAS = 1024
-MAX_TOP_LOGPROBS = 20
 _UNSET = -1
 
 
 def sampling_params(fields: Fields, vocab_size: int, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """All but max_tokens where it's absent; `with_room` fills it in."""
-    seed = fields.integer("seed", -(2**63), 2**63 - 1)
-    min_tokens = fields.integer("min_tokens", 0, MAX_TOKENS) or 0
+    seed = fields.integer(table.SEED)
+    min_tokens = fields.integer(table.MIN_TOKENS) or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise bad_request(f"Invalid 'min_tokens': {min_tokens} is more than max_tokens {max_tokens}.", "min_tokens")
     return SamplingParams(
         max_tokens=_UNSET if max_tokens is None else max_tokens,
         seed=secrets.randbits(63) if seed is None else seed,
-        temperature=fields.number("temperature", 0, 2, 1.0),
-        top_p=fields.number("top_p", 0, 1, 1.0, open_low=True),
+        temperature=fields.number(table.TEMPERATURE),
+        top_p=fields.number(table.TOP_P),
         top_k=_top_k(fields),
-        min_p=fields.number("min_p", 0, 1, 0.0),
-        presence_penalty=fields.number("presence_penalty", -2, 2, 0.0),
-        frequency_penalty=fields.number("frequency_penalty", -2, 2, 0.0),
-        repetition_penalty=fields.number("repetition_penalty", 0, 10, 1.0, open_low=True),
+        min_p=fields.number(table.MIN_P),
+        presence_penalty=fields.number(table.PRESENCE_PENALTY),
+        frequency_penalty=fields.number(table.FREQUENCY_PENALTY),
+        repetition_penalty=fields.number(table.REPETITION_PENALTY),
         logit_bias=_logit_bias(fields, vocab_size),
         stop=_stops(fields),
         stop_token_ids=_stop_token_ids(fields, vocab_size),
         min_tokens=min_tokens,
-        ignore_eos=fields.boolean("ignore_eos", default=False),
+        ignore_eos=fields.boolean(table.IGNORE_EOS),
         logprobs=logprobs,
     )
 
@@ -76,7 +72,7 @@ def _too_long(what: str, limit: int, param: str) -> ApiError:
 
 
 def _top_k(fields: Fields) -> int:
-    value = fields.integer("top_k", -1, MAX_TOKENS)
+    value = fields.integer(table.TOP_K)
     return 0 if value in (None, -1) else int(value or 0)
 
 
@@ -117,5 +113,5 @@ def _logit_bias(fields: Fields, vocab_size: int) -> tuple[tuple[int, float], ...
     for key in raw:
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
             raise bad_request(f"Invalid 'logit_bias': keys must be token ids, 0 to {vocab_size - 1}.", "logit_bias")
-        biases.append((int(key), inner.number(key, -100, 100, 0.0)))
+        biases.append((int(key), inner.number(table.Number(key, -100, 100, 0.0, ""))))
     return tuple(biases)

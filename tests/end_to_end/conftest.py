@@ -46,7 +46,9 @@ class Stack:
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry these labels."""
         total = 0.0
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
+        headers = {"Authorization": f"Bearer {self.info['admin_key']}"}
+        request = urllib.request.Request(f"{self.url}/metrics", headers=headers)
+        with urllib.request.urlopen(request, timeout=10) as response:
             for line in response.read().decode().splitlines():
                 if line.startswith(name) and all(f'{label}="{value}"' in line for label, value in labels.items()):
                     total += float(line.rpartition(" ")[2])

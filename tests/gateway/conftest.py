@@ -13,7 +13,7 @@ import pytest
 from aiohttp import ClientSession, web
 from redis.asyncio import Redis
 
-from gateway.app import create_app, running_parts
+from gateway.app import create_runner, running_parts
 from gateway.settings import GatewaySettings
 from gateway.tenant_store import TenantStore
 from protocol.codec import encode
@@ -171,6 +171,7 @@ async def open_door(url: str, template: str = TEMPLATE, **changes) -> AsyncItera
         "job_signing_key": b"j" * 32,
         "key_prefix": prefix,
         "port": 0,
+        "admin_key": "admin-key-of-tests",
         **changes,
     }
     settings = GatewaySettings(**options)
@@ -182,7 +183,7 @@ async def open_door(url: str, template: str = TEMPLATE, **changes) -> AsyncItera
     worker = ScriptedWorker(client, keys, settings.job_signing_key, template)
     running = asyncio.create_task(worker.run())
     async with running_parts(settings) as parts, ClientSession() as session:
-        runner = web.AppRunner(create_app(parts), handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
+        runner = create_runner(parts)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         door = Door(f"http://127.0.0.1:{runner.addresses[0][1]}", key, settings, worker, session, store, client, parts)

@@ -360,7 +360,8 @@ async def test_metrics_and_health(door, chat_body) -> None:
     await door.post(chat_body)
     async with door.session.get(door.url + "/health/ready") as response:
         assert 200 == response.status
-    async with door.session.get(door.url + "/metrics") as response:
+    admin = {"Authorization": f"Bearer {door.settings.admin_key}"}
+    async with door.session.get(door.url + "/metrics", headers=admin) as response:
         text = await response.text()
     assert 'sluicegate_http_requests_total{route="/v1/chat/completions",status="200"} 1.0' in text
     assert 'sluicegate_worker_pages{model="toy/model-1",state="total",worker="w1"} 10.0' in text

@@ -176,3 +176,12 @@ def test_models_are_listed_with_their_licence(capsys: pytest.CaptureFixture[str]
     header, *rows = capsys.readouterr().out.splitlines()
     assert ["NAME", "SIZE", "LICENSE", "HERE", "DESCRIPTION"] == header.split()
     assert ["smollm2-135m-instruct", "98", "MB", "Apache-2.0", "no"] == rows[0].split()[:5]
+
+
+def test_bench_gateway() -> None:
+    """It measures a gateway over a Valkey of its own, and leaves nothing running."""
+    command = [sys.executable, "-m", "sluicegate", "bench", "gateway", "--requests", "20"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    names = [line.partition(" median")[0].strip() for line in result.stdout.splitlines()]
+    steps = ["authentication, key known", "authentication, key looked up", "admission"]
+    assert [*steps, "together, key known", "together, key looked up"] == names

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.model_card import TokenizerSpec
+from worker.model.added_tokens import is_text
 from worker.model.errors import ModelError
 from worker.model.tokenizer_json import check_document, without_tokens
 
@@ -35,16 +36,29 @@ def tokenizer_from_folder(folder: Path, vocab_size: int, config: dict[str, Any])
     bos = ids.get(bos_text) if bos_text else _one(config.get("bos_token_id"))
     if bos is not None and not 0 <= bos < vocab_size:
         raise ModelError(f"{folder / 'config.json'}: bos_token_id {bos} is outside the vocabulary of {vocab_size}")
+    steering = {token for token, index in ids.items() if index == bos or index in eos}
+    text = {token: control[token] for token in _not_special(document) if is_text(token, steering)}
     return TokenizerSpec(
         tokenizer_json=_plain(document, model, set(control), source),
-        control_tokens=tuple(sorted(control.items(), key=lambda item: item[1])),
+        control_tokens=_sorted({token: index for token, index in control.items() if token not in text}),
         chat_template=_template(folder, settings),
         bos_token_id=bos,
         add_bos=bos is not None and (bos_text == first != "" or settings.get("add_bos_token") is True),
         # An id outside the vocabulary can't be sampled, so it can end nothing: some configs carry one along.
         eos_token_ids=tuple(sorted(token for token in eos if 0 <= token < vocab_size)),
         vocab_size=vocab_size,
+        text_tokens=_sorted(text),
     )
+
+
+def _sorted(tokens: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(tokens.items(), key=lambda item: item[1]))
+
+
+def _not_special(document: dict[str, Any]) -> list[str]:
+    """Added tokens that the file calls ordinary text and that are found wherever they stand."""
+    flags = ("special", "lstrip", "rstrip", "single_word")
+    return [str(t["content"]) for t in document.get("added_tokens") or [] if not any(t.get(flag) for flag in flags)]
 
 
 def _bpe_model(document: dict[str, Any], source: str) -> dict[str, Any]:

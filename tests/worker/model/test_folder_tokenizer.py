@@ -161,3 +161,46 @@ def test_digest(folder: Path) -> None:
     assert digests[0] == digests[1]
     assert 4 == len(set(digests))
     assert all(len(digest) == 64 for digest in digests)
+
+
+ADDED = {
+    "<think>": (261, {"special": False}),
+    "</think>": (262, {"special": False}),
+    "<｜User｜>": (263, {"special": False}),
+    "<tool_call>": (264, {"special": True}),
+    "<stripped>": (265, {"special": False, "lstrip": True}),
+    "\n\n\n": (266, {"special": False}),
+}
+
+
+def _add_tokens(folder: Path) -> None:
+    document = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    plain = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    added = [{"id": index, "content": token, **plain, **flags} for token, (index, flags) in ADDED.items()]
+    _edit(folder, "tokenizer.json", added_tokens=document["added_tokens"] + added)
+
+
+def test_added_tokens_that_are_text(folder: Path) -> None:
+    """Markup that the file calls not special is text; what separates turns is not, whatever the file calls it."""
+    _add_tokens(folder)
+    spec = _spec(folder)
+
+    assert {"<think>": 261, "</think>": 262, "\n\n\n": 266} == dict(spec.text_tokens)
+    assert {"<s>", "</s>", "<|turn|>", "<｜User｜>", "<tool_call>", "<stripped>"} == set(dict(spec.control_tokens))
+    assert [b"<think>", b"</think>", b""] == token_bytes(spec)[261:264]
+
+
+@pytest.mark.parametrize(
+    "text", ["<think>a b</think>", "a<think><think>", "<thin<think>k>", "x\n\n\n\ny", "</think", "<think >"]
+)
+def test_text_tokens_have_the_ids_of_the_folder(text: str, folder: Path) -> None:
+    """A user's `<think>` is the token that transformers makes of it, and comes back as its text."""
+    from gateway.intake.encoder import PromptEncoder
+
+    _add_tokens(folder)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    spec = _spec(folder)
+    ids = [token for token in PromptEncoder(spec).text(text) if token != spec.bos_token_id]
+
+    assert theirs.encode(text, add_special_tokens=False) == ids
+    assert text.encode() == b"".join(token_bytes(spec)[index] for index in ids)

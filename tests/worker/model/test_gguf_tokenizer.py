@@ -305,3 +305,29 @@ def test_bos_of_sentencepiece(stated: bool | None, adds: bool, trained: sentence
 
     assert adds is spec.add_bos
     assert (2,) == spec.eos_token_ids
+
+
+@pytest.mark.parametrize(
+    ("token", "token_type", "is_text"),
+    [
+        ("<think>", 4, True),
+        ("<think>", 3, False),
+        ("<|user|>", 4, False),
+        ("<start_of_turn>", 4, False),
+        ("</s>", 4, False),
+        ("\n\n", 4, True),
+    ],
+)
+def test_user_defined_tokens(token: str, token_type: int, is_text: bool, byte_alphabet: list[str]) -> None:
+    """A user-defined token that looks like markup is text, and no control token; any other steers and stays out of reach."""
+    tokens = [*byte_alphabet, token]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 256 + [token_type], "tokenizer.ggml.merges": [],
+    }  # fmt: skip
+    spec = tokenizer_from_metadata(metadata, len(tokens), "test")
+
+    assert (((token, 256),), ()) == (
+        (spec.text_tokens, spec.control_tokens) if is_text else (spec.control_tokens, spec.text_tokens)
+    )
+    assert (token.encode() if is_text else b"") == token_bytes(spec)[256]
