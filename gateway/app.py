@@ -38,6 +38,8 @@ from gateway.price_store import PriceBook, PriceStore
 from gateway.redis_link import RedisLink, open_redis
 from gateway.reply_reader import ReplyReader
 from gateway.settings import GatewaySettings, SettingsError
+from gateway.share_book import ShareBook
+from gateway.share_store import ShareStore
 from gateway.submitter import QueueBounds, Submitter
 from gateway.tenancy_watch import TenancyWatch
 from gateway.tenant_store import TenantStore
@@ -116,7 +118,8 @@ async def running_parts(settings: GatewaySettings, tracer: Any | None = None) ->
         watch = TenancyWatch(link)
         stack.push_async_callback(watch.close)
         ledger, upkeep = _accounts(settings, link, watch)
-        generations = Generations(settings, link, reader, submitter, ledger)
+        shares = ShareBook(link, ShareStore(link.commands, link.keys, settings.key_pepper), watch)
+        generations = Generations(settings, link, reader, submitter, ledger, shares)
         directory.on_refresh = Liveness(link, reader, submitter).look
         auth = Authenticator(link, store, watch, settings.key_pepper, settings.admin_key, settings.key_cache_s)
         watch.on_change, watch.on_poll = auth.forget, AccessGuard(auth, generations).check

@@ -17,9 +17,10 @@ from gateway.pending_job import PendingJob
 from gateway.redis_link import RedisLink
 from gateway.reply_reader import ReplyReader
 from gateway.settings import GatewaySettings
+from gateway.share_book import ShareBook
 from gateway.submitter import Submitter, now_ms
 from gateway.tracing import current_context
-from protocol.ids import ModelName, TenantId, new_request_id
+from protocol.ids import ModelName, new_request_id
 from protocol.job import Job
 from protocol.replies import Done, Failed, Reply
 
@@ -68,13 +69,20 @@ class Generations:
     """Opens and closes them."""
 
     def __init__(
-        self, settings: GatewaySettings, link: RedisLink, reader: ReplyReader, submitter: Submitter, ledger: Ledger
+        self,
+        settings: GatewaySettings,
+        link: RedisLink,
+        reader: ReplyReader,
+        submitter: Submitter,
+        ledger: Ledger,
+        shares: ShareBook,
     ) -> None:
         self._settings = settings
         self._link = link
         self._reader = reader
         self._submitter = submitter
         self._ledger = ledger
+        self._shares = shares
         self._open: set[Generation] = set()
 
     @asynccontextmanager
@@ -82,7 +90,8 @@ class Generations:
         """Admit a call and submit its jobs; whatever way the block is left, none of them is left behind. Raises ApiError."""
         mailbox = Mailbox()
         timeout_s = call.timeout_s or self._settings.request_timeout_s
-        pending = [self._pending(call, slot, mailbox, caller, timeout_s) for slot in range(len(call.prompts))]
+        group = await self._shares.identity(caller.tenant, call.share_group)
+        pending = [self._pending(call, slot, mailbox, caller, timeout_s, group) for slot in range(len(call.prompts))]
         account = await self._ledger.admit(call, caller, pending)
         generation = Generation(mailbox, pending, caller, account)
         for job in pending:
@@ -132,12 +141,12 @@ class Generations:
         await self._submitter.close()
 
     def _pending(
-        self, call: GenerationCall, slot: int, mailbox: Mailbox, caller: Principal, timeout_s: float
+        self, call: GenerationCall, slot: int, mailbox: Mailbox, caller: Principal, timeout_s: float, group: str | None
     ) -> PendingJob:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        return PendingJob(self._job(call, slot, caller, timeout_s), slot, mailbox, deadline_s)
+        return PendingJob(self._job(call, slot, caller, timeout_s, group), slot, mailbox, deadline_s)
 
-    def _job(self, call: GenerationCall, slot: int, caller: Principal, timeout_s: float) -> Job:
+    def _job(self, call: GenerationCall, slot: int, caller: Principal, timeout_s: float, group: str | None) -> Job:
         created_ms = now_ms()
         sampling = call.samplings[slot]
         return Job(
@@ -152,16 +161,18 @@ class Generations:
             n=call.n,
             # Echo needs the prompt's tokens as text, which come with its logprobs.
             prompt_logprobs=(sampling.logprobs or 0) if call.echo else None,
-            cache_salt=self._salt(caller.tenant, call.cache_salt),
+            cache_salt=self._salt(caller.tenant if group is None else group, call.cache_salt),
             priority=call.priority,
             trace_context=current_context(),
+            share_group=group,
+            tenant_since_ms=caller.record.created_ms,
         )
 
-    def _salt(self, tenant: TenantId, salt: str | None) -> str | None:
+    def _salt(self, owner: str, salt: str | None) -> str | None:
         """What the worker gets for a client's salt: it may be a secret of the client's, and Redis writes jobs to disk."""
         if salt is None:
             return None
-        message = f"cache-salt\0{tenant}\0{salt}".encode()
+        message = f"cache-salt\0{owner}\0{salt}".encode()
         return hmac.digest(self._settings.key_pepper, message, hashlib.sha256).hex()
 
 

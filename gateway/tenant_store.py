@@ -7,14 +7,19 @@ from typing import Any
 
 from gateway.records import Records
 from protocol.audit import AuditKind, AuditRecord
-from protocol.ids import TenantId
-from protocol.key_space import KeySpace
+from protocol.ids import ModelName, TenantId
+from protocol.key_space import FORGET_FIELD, KeySpace
 from protocol.tenancy import ApiKey, Scope, ShareGroup, Tenant, key_digest, new_api_key
 from protocol.usage import TOTALS
 
 DELETE_BATCH = 500
 DELETED_S = 3600  # longer than a request that was let in before can take to be admitted
 MAX_TRIES = 20
+
+
+# Of the stream that tells workers; what is older has been read, or its worker has ended.
+MAX_CANCELS = 10_000
+CANCELS_TTL_MS = 600_000
 
 
 class TenantStoreError(Exception):
@@ -90,7 +95,15 @@ class TenantStore:
         await self._records.remove(self._keys.tenants, tenant, self._audit("tenant.deleted", tenant))
         await self._client.set(self._keys.deleted(tenant), 1, ex=DELETED_S)
         await self._delete_accounts(tenant)
+        await self._tell_workers(tenant)
         return len(owned)
+
+    async def _tell_workers(self, tenant: TenantId) -> None:
+        """Workers end what still runs, and zero the tenant's pages of the KV cache."""
+        for raw in await self._client.zrange(self._keys.models, 0, -1):
+            stream = self._keys.cancels(ModelName(raw.decode()))
+            await self._client.xadd(stream, {FORGET_FIELD: tenant}, maxlen=MAX_CANCELS, approximate=True)
+            await self._client.pexpire(stream, CANCELS_TTL_MS)
 
     # -- keys --------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ _LABELS = ("model", "worker")
 GONE_S = 300.0
 MAX_GONE = 64
 MAX_INTEGRITY_COUNTS = 32
+VIOLATION_KINDS = ("lease", "read", "prefix", "scrub")
 _GAUGES = {
     "running_sequences": "Sequences in the worker's running batch.",
     "waiting_sequences": "Sequences that the worker holds back.",
@@ -56,6 +57,7 @@ class FleetCollector(Collector):
         yield _pages(statuses)
         yield _batches(statuses)
         yield _integrity(statuses)
+        yield _violations(statuses)
         for name, text in _GAUGES.items():
             gauge = GaugeMetricFamily(f"sluicegate_worker_{name}", text, labels=_LABELS)
             for status in statuses:
@@ -94,6 +96,17 @@ def _integrity(statuses: list[WorkerStatus]) -> Metric:
     for status in statuses:
         for name, count in status.integrity[:MAX_INTEGRITY_COUNTS]:
             family.add_metric([status.model, status.worker_id, name[:64]], count)
+    return family
+
+
+def _violations(statuses: list[WorkerStatus]) -> Metric:
+    text = "Pages that failed a check, by how that was noticed and the worker's mode."
+    family = CounterMetricFamily("sluicegate_integrity_violations", text, labels=[*_LABELS, "kind", "mode"])
+    for status in statuses:
+        counts = dict(status.integrity[:MAX_INTEGRITY_COUNTS])
+        for kind in VIOLATION_KINDS:
+            labels = [status.model, status.worker_id, kind, status.integrity_mode[:16]]
+            family.add_metric(labels, counts.get(f"violations_{kind}", 0))
     return family
 
 

@@ -75,6 +75,8 @@ class Job:
     priority: PriorityClass = "interactive"
     progress: Progress | None = None
     trace_context: str | None = None  # a W3C traceparent
+    share_group: str | None = None  # the identity of a group that the tenant was found to be in
+    tenant_since_ms: int = 0  # when the tenant was made: a later one of the same name is another
 
     @property
     def line(self) -> str:

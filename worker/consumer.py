@@ -6,16 +6,18 @@ the rest of the queue stays free for other workers.
 
 import asyncio
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import structlog
 
 from protocol.errors import DecodeError, ProtocolError, SignatureError
-from protocol.ids import ModelName, RequestId
+from protocol.ids import ModelName, RequestId, TenantId
 from protocol.job import Job
-from protocol.key_space import CANCEL_FIELD
+from protocol.key_space import CANCEL_FIELD, FORGET_FIELD
 from protocol.replies import LAST_SEQUENCE, Failed, ReplyEnvelope
 from protocol.signing import open_job
+from worker.engine import Engine
 from worker.engine_thread import EngineThread
 from worker.in_flight import InFlight
 from worker.job_queue import JobQueue, PulledJob
@@ -127,7 +129,12 @@ async def watch_cancels(link: RedisLink, model: ModelName, engine: EngineThread)
             continue
         for entry_id, fields in _entries(found):
             last = entry_id
-            engine.cancel(RequestId(fields.get(CANCEL_FIELD, b"").decode("ascii", "replace")))
+            if FORGET_FIELD in fields:
+                tenant = TenantId(fields[FORGET_FIELD].decode("utf-8", "replace"))
+                engine.call(partial(Engine.forget, tenant=tenant))
+                _log.info("tenant_forgotten", tenant=tenant)
+            else:
+                engine.cancel(RequestId(fields.get(CANCEL_FIELD, b"").decode("ascii", "replace")))
 
 
 def _entries(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:

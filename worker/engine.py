@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from protocol.ids import RequestId, WorkerId
+from protocol.ids import RequestId, TenantId, WorkerId
 from protocol.job import Job
 from protocol.model_card import BATCH_SIZE_BOUNDS
 from protocol.replies import (
@@ -24,8 +24,8 @@ from protocol.replies import (
     Started,
     TokenLogprob,
 )
-from worker.cache.namespace import NamespaceRing
-from worker.cache.page_cache import PageCache
+from worker.cache.namespace import Namespace, NamespaceRing
+from worker.cache.page_cache import Lease, PageCache
 from worker.executor import ChunkResult, Executor, StepBatch, prompt_logit_positions
 from worker.integrity import Integrity
 from worker.outgoing import Outgoing
@@ -109,7 +109,7 @@ class Engine:
     def submit(self, job: Job) -> None:
         """Take a job. One that can't be served gets its terminal reply at once."""
         assert job.request_id not in self._requests, "the consumer drops second deliveries"
-        request = Request(job, self._parts.namespaces.namespace(job.tenant, job.cache_salt))
+        request = Request(job, self._namespace(job))
         self._requests[job.request_id] = request
         self._reply(request, Started(self._parts.worker_id))
         if self._cancelled.pop(job.request_id, None) is not None:
@@ -118,6 +118,16 @@ class Engine:
             self._fail(request, "invalid_job", problem)
         else:
             self._begin(request)
+
+    def _namespace(self, job: Job) -> Namespace:
+        return self._parts.namespaces.namespace(job.tenant, job.cache_salt, job.share_group, job.tenant_since_ms)
+
+    def forget(self, tenant: TenantId) -> None:
+        """A tenant was deleted: end its requests, and put its pages out of reach until they are zeroed, at the end of this step or the next."""
+        for request in [r for r in self._requests.values() if r.job.tenant == tenant]:
+            self._fail(request, "cancelled", "the tenant was deleted")
+        self.cache.quarantine([Lease(page, 0) for page in self.cache.pool.pages_of(tenant)])
+        self.integrity.scrub(0)
 
     def cancel(self, request_id: RequestId) -> None:
         """Drop a request. One that has not arrived yet is dropped when it does; one that's gone is none of our business."""

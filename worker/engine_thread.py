@@ -7,6 +7,7 @@ at its next step instead of piling up replies.
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import structlog
 from protocol.ids import RequestId
 from protocol.job import Job
 from worker.engine import Engine
+from worker.integrity import IntegrityEvent
 from worker.outgoing import Outgoing
 from worker.spans import JobSpans
 
@@ -27,6 +29,7 @@ _log = structlog.get_logger(__name__)
 MAX_COMMANDS = 10_000
 MAX_UNPUBLISHED_STEPS = 64
 IDLE_S = 0.1
+MAX_EVENTS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,7 @@ class EngineThread:
         self._unpublished = threading.BoundedSemaphore(MAX_UNPUBLISHED_STEPS)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._busy_since: float | None = None
+        self._events: deque[IntegrityEvent] = deque(maxlen=MAX_EVENTS)
         self.gauges = self._read_gauges()
 
     def start(self) -> None:
@@ -125,6 +129,13 @@ class EngineThread:
         done: Future[Result] = Future()
         self._commands.put_nowait(_Call(work, done))
         return done
+
+    def take_events(self) -> list[IntegrityEvent]:
+        """What the integrity checks found since the last call."""
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
 
     def published(self) -> None:
         """One delivered step has left the process."""
@@ -190,6 +201,7 @@ class EngineThread:
 
     def _read_gauges(self) -> Gauges:
         engine = self._engine
+        self._events.extend(engine.integrity.take_events())
         pool, scheduler, totals = engine.cache.pool, engine.scheduler, engine.totals
         return Gauges(
             pages_total=pool.num_pages,

@@ -14,6 +14,7 @@ from typing import Any
 import structlog
 
 from protocol.ids import ModelName, RequestId
+from worker.audit_writer import AuditWriter
 from worker.consumer import Consumer, watch_cancels
 from worker.engine_thread import EngineThread
 from worker.fault_control import FaultControl
@@ -130,6 +131,7 @@ class _Worker:
                     ("leases", self._leases.run()),
                     ("heartbeat", self._heartbeat.run()),
                     ("reaper", self._reaper.run()),
+                    ("audit", AuditWriter(self._link, self._model, self._settings.worker_id, self._engine).run()),
                 )
             ]
             if self._settings.allow_fault_injection:

@@ -51,6 +51,7 @@ def build_call(
         include_usage=_include_usage(fields, stream),
         echo=echo,
         cache_salt=fields.string(table.CACHE_SALT),
+        share_group=fields.string(table.SHARE_GROUP),
         timeout_s=_timeout(fields, limits),
         priority=_priority(fields),
     )

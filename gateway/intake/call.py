@@ -22,6 +22,7 @@ class GenerationCall:
     cache_salt: str | None = field(repr=False)
     timeout_s: float | None
     priority: PriorityClass = "interactive"
+    share_group: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

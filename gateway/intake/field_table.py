@@ -74,6 +74,9 @@ Row = Number | Integer | Boolean | Text | Special
 MODEL = Text("model", MAX_MODEL_CHARACTERS, "The model's name, from /v1/models.")
 STREAM = Boolean("stream", "Send the answer as server-sent events.")
 CACHE_SALT = Text("cache_salt", MAX_SALT_CHARACTERS, "Prefixes are shared only among requests with the same salt.")
+SHARE_GROUP = Text(
+    "share_group", 64, "Share prefixes with the tenants of this group, instead of keeping them to yourself."
+)
 SERVICE_TIER = Text("service_tier", 32, "'flex' is work that can wait.")
 INCLUDE_USAGE = Boolean("include_usage", "Send a last event with the usage.")
 TEMPERATURE = Number("temperature", 0, 2, 1.0, "0 always takes the likeliest token.")
@@ -187,7 +190,7 @@ def prompt(max_prompts: int) -> Special:
 
 SAMPLING: tuple[Row, ...] = (
     TEMPERATURE, TOP_P, MIN_P, TOP_K, PRESENCE_PENALTY, FREQUENCY_PENALTY, REPETITION_PENALTY, SEED, MIN_TOKENS, IGNORE_EOS,
-    STOP, STOP_TOKEN_IDS, LOGIT_BIAS, STREAM, STREAM_OPTIONS, CACHE_SALT, SERVICE_TIER,
+    STOP, STOP_TOKEN_IDS, LOGIT_BIAS, STREAM, STREAM_OPTIONS, CACHE_SALT, SHARE_GROUP, SERVICE_TIER,
 )  # fmt: skip
 CHAT: tuple[Row, ...] = (
     MESSAGES, MAX_COMPLETION_TOKENS, CHAT_MAX_TOKENS, CHAT_LOGPROBS, TOP_LOGPROBS, RESPONSE_FORMAT, TOOL_CHOICE, MODALITIES,

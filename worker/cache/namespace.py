@@ -28,11 +28,13 @@ class NamespaceFields:
     salt: str | None = None
     share_group: str | None = None
     adapter: str | None = None
+    tenant_since_ms: int = 0
 
     def encode(self) -> bytes:
         """An injective byte string: per field a type byte, then length and text, or nothing for an absent one."""
         parts = [self.tenant, self.model_digest, self.kv_format, self.salt, self.share_group, self.adapter]
-        return b"".join(_encode_field(part) for part in parts)
+        texts = b"".join(_encode_field(part) for part in parts)
+        return texts + _encode_field(str(self.tenant_since_ms))
 
 
 def _encode_field(text: str | None) -> bytes:
@@ -47,6 +49,7 @@ class Namespace:
     """A namespace's key and the functions made of it. Equal fields give equal keys, in every worker."""
 
     key: bytes = field(repr=False)
+    owner: str = ""  # the tenant that it goes with; nobody's if a group shares it
 
     @property
     def root(self) -> bytes:
@@ -81,9 +84,17 @@ class NamespaceRing:
         self.kv_format = kv_format
         self._known: OrderedDict[bytes, Namespace] = OrderedDict()
 
-    def namespace(self, tenant: TenantId, salt: str | None) -> Namespace:
-        """The namespace of an authenticated tenant, narrowed by the client's salt if there is one."""
-        fields = NamespaceFields(tenant, self.model_digest, self.kv_format, salt)
+    def namespace(
+        self, tenant: TenantId, salt: str | None, share_group: str | None = None, tenant_since_ms: int = 0
+    ) -> Namespace:
+        """The namespace of an authenticated tenant, or of a share group that it was found to be in; narrowed by the client's salt, if any.
+
+        A group's has no tenant in it, a tenant's no group: neither's pages can verify as the other's.
+        """
+        if share_group is None:
+            fields = NamespaceFields(tenant, self.model_digest, self.kv_format, salt, tenant_since_ms=tenant_since_ms)
+        else:
+            fields = NamespaceFields(TenantId(""), self.model_digest, self.kv_format, salt, share_group)
         encoded = fields.encode()
         found = self._known.get(encoded)
         if found is None:
@@ -97,4 +108,4 @@ class NamespaceRing:
 
     def derive(self, fields: NamespaceFields) -> Namespace:
         """The namespace of these fields, whoever asks."""
-        return Namespace(derive_key(self._secret, "kv-namespace/" + fields.encode().hex()))
+        return Namespace(derive_key(self._secret, "kv-namespace/" + fields.encode().hex()), fields.tenant)

@@ -34,6 +34,7 @@ class PagePool:
         self._indexed = [False] * num_pages
         self._quarantined: set[PageId] = set()
         self._whole: dict[PageId, int] = {}
+        self._owners = [""] * num_pages
         self._free: deque[PageId] = deque(PageId(page) for page in range(num_pages))
         self._num_cached = 0
 
@@ -62,6 +63,7 @@ class PagePool:
         page = self._free.popleft()
         self._generation[page] += 1
         self._holders[page] = 1
+        self._owners[page] = namespace.owner
         tag = namespace.lease_tag(page, self._generation[page])
         self.tags[page] = tag
         return page, tag
@@ -90,6 +92,11 @@ class PagePool:
     def generation(self, page: PageId) -> int:
         """Which life of the page this is, counted from 1."""
         return self._generation[page]
+
+    def pages_of(self, owner: str) -> list[PageId]:
+        """Pages that hold something of a tenant's: held, cached or in quarantine."""
+        free = set(self._free)
+        return [PageId(page) for page, name in enumerate(self._owners) if name == owner and page not in free]
 
     def set_whole(self, page: PageId, key: int) -> None:
         """A held page is complete, and sealed with this key."""
@@ -151,6 +158,7 @@ class PagePool:
     def _set_free(self, page: PageId) -> None:
         self.tags[page] = 0
         self._whole.pop(page, None)
+        self._owners[page] = ""
         self._free.append(page)
 
     def check_invariants(self) -> None:
