@@ -67,6 +67,11 @@ class PendingJob:
         return self.job.model
 
     @property
+    def cached_tokens(self) -> int:
+        """Tokens of its prompt that were found in the cache, as far as a worker has said."""
+        return self._cached_tokens
+
+    @property
     def is_finished(self) -> bool:
         """Whether its terminal reply has come."""
         return self.last is not None

@@ -145,7 +145,7 @@ def _used(job: PendingJob, num_prompt: int) -> tuple[int, int, int]:
         return last.prompt_tokens, last.cached_tokens, last.completion_tokens
     if not job.has_started:
         return 0, 0, 0
-    return num_prompt, 0, job.completion_tokens
+    return num_prompt, job.cached_tokens, job.completion_tokens
 
 
 def _json_list(text: str, length: int) -> list[Any]:

@@ -162,17 +162,23 @@ async def _end(running, one, ending):
 
 
 async def test_a_lost_worker_gives_the_slot_back(gateway, worker, store, soon):
-    """The worker dies in the middle of three answers; others can then be asked for."""
+    """The worker dies in the middle of three answers, another one goes on with them; then others can be asked for."""
     await store.create_tenant(ACME, "Acme", limits=Limits(concurrent_requests=3))
-    one = await worker(_hold, ttl_ms=600)
+
+    async def go_on(two, job):
+        done = Done(len(job.prompt_token_ids), 0, 2)
+        await two.send(job, Started(two.worker_id), Delta(0, "y", (2,), finish_reason="stop"), done)
+
+    one = await worker(_hold, lease_ms=2000)
     running = await gateway()
     streams = [asyncio.create_task(running.stream()) for _ in range(3)]
     await one.until(lambda: len(one.jobs) == 3)
     await soon(lambda: all(job.completion_tokens for job in running.parts.reader.jobs()))
     assert 429 == (await running.chat())[0]
     await one.stop()
-    assert all(b'"error"' in raw for raw in await asyncio.gather(*streams))
-    await worker()
+    two = await worker(go_on)
+    assert all(raw.endswith(b"data: [DONE]\n\n") for raw in await asyncio.gather(*streams))
+    two.script = lambda w, job: w.answer(job, ["ok"])
 
     async def is_well():
         return [200] * 3 == [status for status, _, _ in await asyncio.gather(*(running.chat() for _ in range(3)))]
@@ -307,7 +313,7 @@ async def test_a_full_queue_charges_nothing(gateway, worker, store, redis, keys,
     waiting = asyncio.create_task(running.chat())
 
     async def is_queued():
-        return await redis.xlen(keys.jobs(one.model)) == 1
+        return await redis.hlen(keys.queue(one.model).live) == 1
 
     await soon(is_queued)
     codes = {(await running.chat())[1]["error"]["code"] for _ in range(10)}
