@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 # Read when vllm is imported. The cores are all its own: nothing else of it runs while it computes.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -42,7 +43,7 @@ class Vllm:
             "weights": f"the file's, dequantized to {wanted.options['dtype']}",
             "kv": str(wanted.options["dtype"]),
             "settings": f"{wanted.threads} threads, {'torch.compile' if wanted.options['compile'] else 'eager'}, "
-            f"preloaded: {os.environ.get('LD_PRELOAD') or 'nothing'}",
+            f"preloaded: {_preloaded() or 'nothing'}",
         }
 
     def prepare(self, num_streams: int, num_tokens: int) -> None:
@@ -73,6 +74,10 @@ class Vllm:
         self._streams, self._seen = {}, {}
         while self._engine.has_unfinished_requests():
             self._engine.step()
+
+
+def _preloaded() -> str:
+    return ", ".join(Path(name).name for name in os.environ.get("LD_PRELOAD", "").split(":") if name)
 
 
 if __name__ == "__main__":
