@@ -17,6 +17,7 @@ import yaml
 from sluicegate.valkey import _binary, free_port
 
 ROOT = Path(__file__).parents[2]
+START_S = 120.0  # five processes, three of which load torch or a model, on however busy a machine
 GIVEN = {"SLUICEGATE_MASTER_KEY": "ab" * 32, "SLUICEGATE_REDIS_PASSWORD": secrets.token_hex(16)}
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
 
@@ -103,6 +104,7 @@ def _client(composed: Composed, key: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"http://127.0.0.1:{composed.port}/v1", api_key=key, max_retries=0, timeout=60)
 
 
+@pytest.mark.timeout(400)
 def test_the_composed_stack_answers(composed: Composed, eventually) -> None:
     """Redis, gateway, two workers of the model and a synthetic one, started in the file's order; all end with 0 at SIGTERM."""
     composed.start("redis")
@@ -110,12 +112,12 @@ def test_the_composed_stack_answers(composed: Composed, eventually) -> None:
     composed.start("worker", "worker-1")
     composed.start("worker", "worker-2")
     composed.start("synthetic")
-    eventually(lambda: _is_ready(composed), 60)
+    eventually(lambda: _is_ready(composed), START_S)
     composed.run("gateway", "tenant", "create", "acme")
     key = composed.run("gateway", "key", "create", "acme").splitlines()[-1]
     with _client(composed, key) as client:
         eventually(
-            lambda: {"smollm2-135m-instruct", "synthetic"} == {model.id for model in client.models.list().data}, 60
+            lambda: {"smollm2-135m-instruct", "synthetic"} == {model.id for model in client.models.list().data}, START_S
         )
         for model in ("smollm2-135m-instruct", "synthetic"):
             answer = client.chat.completions.create(
