@@ -5,4 +5,5 @@ Read in this order: `rows` (what is measured), `contenders` (who takes part), `e
 and `run`, which joins them; `setup_peers` installs the peers. `kernels` times the products alone; `quality` compares with float32, whose
 weights `float_weights` reads. `admission` is what a gateway does between a key and the queue, `queue/` is what `sluicegate bench queue`
 measures.
+On a GPU: `gpu` (checks and times its kernels), `gpu_cases` (which, and what is right).
 """
