@@ -38,6 +38,7 @@ class Sizes:
     head_dim: int
     context: int
     many: int = MANY
+    streams: int = 32
     batches: tuple[int, ...] = BATCHES
 
 
@@ -128,7 +129,7 @@ def _rows_agree(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
 def attention_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     """Decode of few and many sequences, and a chunk of a prompt, over pages of each type."""
     for dtype in ("fp16", "bf16", "fp8"):
-        for num_sequences in (1, 32):
+        for num_sequences in (1, sizes.streams):
             yield _attention(f"decode {dtype}, {num_sequences} sequences", sizes, dtype, num_sequences, 1, device)
         yield _attention(f"prefill {dtype}, 256 rows", sizes, dtype, 1, min(256, sizes.context), device)
 

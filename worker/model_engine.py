@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kernels.backend import Backend, describe, resolve
+from kernels.errors import KernelError
 from kernels.kv_pool import KvPool
 from protocol.model_card import ModelCard
 from worker.cache.namespace import NamespaceRing
@@ -19,7 +20,10 @@ from worker.settings import WorkerSettings
 
 def preparation(settings: WorkerSettings) -> Callable[[], Prepared]:
     """The function that loads the model; raises KernelError at once, the function ModelError."""
-    return partial(_prepare, settings, resolve(settings.kernels))
+    backend = resolve(settings.kernels)
+    if backend is Backend.GPU:
+        raise KernelError("kernels: models don't run on GPUs yet, only the kernels do; choose cpu or ref")
+    return partial(_prepare, settings, backend)
 
 
 def _prepare(settings: WorkerSettings, backend: Backend) -> Prepared:

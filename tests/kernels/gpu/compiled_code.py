@@ -23,11 +23,11 @@ from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 from kernels import dense_matmul, int4_matmul, paged_attention
-from kernels.backend import Backend
 from kernels.dense_matmul.gpu import dense_matmul_gpu
 from kernels.embedding.gpu import embedding_gpu
 from kernels.gpu_weights import GpuDenseWeight, GpuInt4Weight, GpuInt8Weight
 from kernels.int4_matmul.gpu import quantized_matmul
+from kernels.kv_layout import STORED
 from kernels.kv_pool import AttentionRows, KvLayout, KvPool
 from kernels.kv_write.gpu import kv_write_gpu
 from kernels.paged_attention.gpu import paged_attention_gpu
@@ -122,12 +122,20 @@ def product_calls() -> dict[str, Callable[[], object]]:
     return calls
 
 
+def pool_of(layout: KvLayout) -> KvPool:
+    """A pool as it lies on a GPU, on the CPU."""
+    shape = (layout.num_layers, layout.num_pages, layout.num_kv_heads, layout.page_size, layout.head_dim)
+    k, v = (torch.zeros(shape, dtype=STORED[layout.dtype]) for _ in range(2))
+    scale = torch.ones(layout.num_layers, layout.num_kv_heads)
+    return KvPool(layout, k.transpose(3, 4), v, scale, scale)
+
+
 def attention_calls() -> dict[str, Callable[[], object]]:
     """Decode rows and a prompt's tiles, for both types of page and two sizes of head."""
     calls = {}
     for dtype in ("bf16", "fp16", "fp8"):
         for dim, heads, kv_heads in ((64, 9, 3), (128, 32, 8))[dtype == "bf16" :]:
-            pool = KvPool.allocate(KvLayout(1, 4, kv_heads, dim, 16, dtype), backend=Backend.GPU)
+            pool = pool_of(KvLayout(1, 4, kv_heads, dim, 16, dtype))
             for name, count in (("decode", 1), ("prefill", 20)):
                 calls[f"attention {name} {dtype} {dim}"] = _attend(pool, heads, count)
     return calls
@@ -147,10 +155,7 @@ def small_calls() -> dict[str, Callable[[], object]]:
     heads, table = torch.zeros(3, 8, 128), torch.zeros(16, 2, 64)
     four = quantized(GpuInt4Weight, 4, 32, 512, HIDDEN, minimum=True)
     dense = GpuDenseWeight(torch.zeros(512, HIDDEN, dtype=torch.float16), (512, HIDDEN), 1.0)
-    pools = {
-        dtype: KvPool.allocate(KvLayout(1, 4, 8, 128, 16, dtype), backend=Backend.GPU)
-        for dtype in ("bf16", "fp16", "fp8")
-    }
+    pools = {dtype: pool_of(KvLayout(1, 4, 8, 128, 16, dtype)) for dtype in ("bf16", "fp16", "fp8")}
     return {
         "kv_write bf16": lambda: kv_write_gpu(heads, heads, ids, pools["bf16"], 0),
         "kv_write fp16": lambda: kv_write_gpu(heads, heads, ids, pools["fp16"], 0),
