@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(shell find kernels/native -name '*.cpp' -o -name '*.hpp') CMakeLists.txt
 
-.PHONY: setup up test check format lint types architecture bench bench-peers chaos soak clean
+.PHONY: setup up test check format lint types architecture bench bench-peers bench-gpu chaos soak clean
 
 setup: $(VENV)/.native
 
@@ -61,6 +61,9 @@ bench: setup
 bench-peers: setup
 	$(BIN)/sluicegate bench peers
 	$(BIN)/sluicegate bench engine --peers
+
+bench-gpu: setup
+	$(BIN)/python -m bench.gpu
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Who takes part: our engine in its two KV formats, and the peers, each with the settings at which it is fastest.
+"""Who takes part: our engine in each of its KV formats, and the peers, each with the settings at which it is fastest.
 
 A peer lives in a folder of its own under `.peers` (made by `setup_peers`). One that cannot be had takes part as well, as a column that
 says why.
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 OURS = "sluicegate"
+OURS_BF16 = "sluicegate-bf16"
 OURS_FP8 = "sluicegate-fp8"
 # Runs a module of `bench` in another Python without putting our other packages in its way: some have names of libraries' own.
 _LAUNCH = (
@@ -98,11 +99,12 @@ PEERS = (
 
 
 def ours(kv_tokens: int) -> tuple[Contender, ...]:
-    """Our engine, once for each KV format, with a pool for so many tokens."""
+    """Our engine, once for each KV format, with a pool for so many tokens; the default format comes first."""
     command = (sys.executable, "-m", "bench.engines.ours")
-    return (
-        Contender(OURS, "Sluicegate, bf16 KV", command, options={"kv_dtype": "bf16", "kv_tokens": kv_tokens}),
-        Contender(OURS_FP8, "Sluicegate, FP8 KV", command, options={"kv_dtype": "fp8", "kv_tokens": kv_tokens}),
+    formats = ((OURS, "FP16", "fp16"), (OURS_BF16, "BF16", "bf16"), (OURS_FP8, "FP8", "fp8"))
+    return tuple(
+        Contender(name, f"Sluicegate, {shown} KV", command, options={"kv_dtype": kv_dtype, "kv_tokens": kv_tokens})
+        for name, shown, kv_dtype in formats
     )
 
 

@@ -102,4 +102,7 @@ def _contenders(options: RunOptions) -> tuple[contenders.Contender, ...]:
     everybody = contenders.ours(kv_tokens)
     if options.peers is not None:
         everybody += contenders.peers(options.peers)
-    return tuple(one for one in everybody if not options.only or one.name in options.only)
+    if options.only:
+        return tuple(one for one in everybody if one.name in options.only)
+    # In a run with peers, two formats of ours are enough: each costs a minute and more.
+    return tuple(one for one in everybody if options.peers is None or one.name != contenders.OURS_BF16)

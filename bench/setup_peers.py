@@ -28,7 +28,8 @@ def _set_up_one(peer: Peer, folder: Path) -> None:
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         _say(f"{peer.title}: here")
         return
-    _say(f"{peer.title}: installing {' '.join(peer.requirements)} (llama.cpp compiles for some minutes) ...")
+    hint = " (it compiles for 5 to 15 minutes)" if "--no-binary" in peer.pip_options else ""
+    _say(f"{peer.title}: installing {' '.join(peer.requirements)}{hint} ...")
     shutil.rmtree(home, ignore_errors=True)
     failed = failure_file(peer, folder)
     failed.unlink(missing_ok=True)

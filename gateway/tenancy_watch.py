@@ -13,7 +13,7 @@ from protocol.account_scripts import LOOK
 _log = structlog.get_logger(__name__)
 
 POLL_S = 0.25
-NOTE_USE_S = 5.0
+NOTE_USE_S = 1.0
 
 
 class TenancyWatch:

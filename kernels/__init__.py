@@ -3,6 +3,8 @@
 Reading order: `errors`, `backend` (which implementation), `checks`, `weights` (matrices as they lie in memory), `kv_layout`, `kv_pool`, `seals` (keys of the pages' seals), `native_pool`, `recording` (op calls run again in one), then
 `int4_matmul`, `int8_matmul`, `dense_matmul`, `embedding`, `take_rows`, `rms_norm`, `rotary`, `silu_mul`, `kv_write`, `paged_attention`, `page_seal`, `lease_check`, and `native/` (C++).
 
+For GPUs: `gpu_weights` and `placement` (matrices as Triton reads them), `gpu/` (what kernels share) and each op's `gpu.py`.
+
 Each op keeps one promise in every backend: the bits of a row of its result depend on that row's inputs alone, not on how many rows
 share the call, on their content, or on the number of threads.
 """

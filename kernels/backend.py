@@ -3,28 +3,35 @@
 import os
 from enum import StrEnum
 
+import torch
+
 from kernels.errors import KernelError
+
+_OLDEST_GPU = (8, 0)  # bfloat16 on tensor cores
 
 
 class Backend(StrEnum):
-    """`REF` is plain torch and slow, `CPU` native code."""
+    """`REF` is plain torch and slow, `CPU` native code, `GPU` Triton."""
 
     REF = "ref"
     CPU = "cpu"
+    GPU = "gpu"
 
 
 def resolve(choice: str) -> Backend:
     """The backend for `auto`, `ref`, `cpu` or `gpu`; for CPU also picks the instruction set.
 
-    SLUICEGATE_ISA (portable, avx2, avx512) and SLUICEGATE_THREADS override what is detected. Raises KernelError if the choice can't be
-    had here.
+    `auto` is the GPU where torch sees one, else the CPU. SLUICEGATE_ISA (portable, avx2, avx512) and SLUICEGATE_THREADS override what is
+    detected. With TRITON_INTERPRET=1, `gpu` runs Triton's interpreter on the CPU, for tests. Raises KernelError if the choice can't be had
+    here.
     """
     if choice == "ref":
         return Backend.REF
-    if choice == "gpu":
-        raise KernelError("kernels: this build has no GPU kernels; choose auto, cpu or ref")
-    if choice not in {"auto", "cpu"}:
-        raise KernelError(f"kernels: unknown backend {choice!r}; choose auto, cpu or ref")
+    if choice not in {"auto", "cpu", "gpu"}:
+        raise KernelError(f"kernels: unknown backend {choice!r}; choose auto, gpu, cpu or ref")
+    if choice == "gpu" or (choice == "auto" and torch.cuda.is_available() and not _is_interpreting()):
+        _check_gpu()
+        return Backend.GPU
     try:
         from kernels import _native
     except ImportError as error:
@@ -48,10 +55,39 @@ def _set_threads(text: str | None) -> None:
         _native.set_num_threads(int(text))
 
 
+def _is_interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
+
+
+def _check_gpu() -> None:
+    """Raise KernelError if Triton or a GPU that it can use is missing."""
+    if not torch.cuda.is_available() and not _is_interpreting():
+        raise KernelError("kernels: torch sees no GPU here; choose auto, cpu or ref")
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise KernelError(
+            f"kernels: a GPU needs Triton ({error}); install sluicegate[gpu], or choose cpu or ref"
+        ) from None
+    if not _is_interpreting() and (version := torch.cuda.get_device_capability()) < _OLDEST_GPU:
+        name = torch.cuda.get_device_name()
+        raise KernelError(f"kernels: {name} has capability {version}, less than {_OLDEST_GPU}; choose cpu or ref")
+
+
+def device_of(backend: Backend) -> torch.device:
+    """Where this backend's tensors live."""
+    return torch.device("cuda" if backend is Backend.GPU and not _is_interpreting() else "cpu")
+
+
 def describe(backend: Backend) -> dict[str, str | int]:
     """What was chosen, for the log."""
     if backend is Backend.REF:
         return {"kernels": "ref"}
+    if backend is Backend.GPU:
+        import triton
+
+        device = "interpreter" if _is_interpreting() else torch.cuda.get_device_name()
+        return {"kernels": "gpu", "device": device, "triton": str(triton.__version__)}
     from kernels import _native
 
     return {"kernels": "cpu", "isa": _native.selected(), "threads": _native.num_threads()}

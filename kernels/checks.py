@@ -2,13 +2,21 @@
 
 import torch
 
+from kernels.backend import Backend, device_of
 from kernels.errors import KernelError
 
 
-def check_tensor(op: str, name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
-    """A contiguous CPU tensor of this dtype and shape; None stands for any size."""
-    if not tensor.is_cpu:
-        raise KernelError(f"{op}: {name} must be on the CPU, got {tensor.device}")
+def check_tensor(
+    op: str,
+    name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int | None, ...],
+    backend: Backend = Backend.CPU,
+) -> None:
+    """A contiguous tensor of this dtype and shape where the backend reads it; None stands for any size."""
+    if not tensor.is_cpu or backend is Backend.GPU:
+        _check_device(op, name, tensor, backend)
     if tensor.dtype is not dtype:
         raise KernelError(f"{op}: {name} must be {dtype}, got {tensor.dtype}")
     actual = tensor.shape
@@ -19,14 +27,16 @@ def check_tensor(op: str, name: str, tensor: torch.Tensor, dtype: torch.dtype, s
         raise KernelError(f"{op}: {name} must be contiguous")
 
 
-def check_rows(op: str, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> int:
-    """A float32 CPU tensor of this shape, each row contiguous; returns how many elements lie from a row's beginning to the next one's."""
+def check_rows(
+    op: str, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], backend: Backend = Backend.CPU
+) -> int:
+    """A float32 tensor of this shape where the backend reads it, each row contiguous; returns how many elements lie from a row's beginning to the next one's."""
     if tensor.ndim and len(tensor) and not tensor.is_contiguous():
-        check_tensor(op, name, tensor[0], torch.float32, shape[1:])
+        check_tensor(op, name, tensor[0], torch.float32, shape[1:], backend)
         if len(shape) != tensor.ndim or (shape[0] is not None and shape[0] != len(tensor)):
             raise KernelError(f"{op}: {name} must have {shape[0]} rows, got {list(tensor.shape)}")
         return tensor.stride(0)
-    check_tensor(op, name, tensor, torch.float32, shape)
+    check_tensor(op, name, tensor, torch.float32, shape, backend)
     return tensor[0].numel() if len(tensor) else 0
 
 
@@ -37,15 +47,24 @@ def sizes(op: str, name: str, tensor: torch.Tensor, num_dims: int) -> torch.Size
     return tensor.shape
 
 
-def output(op: str, out: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
-    """`out` after a check, or a new float32 tensor."""
+def output(op: str, out: torch.Tensor | None, shape: tuple[int, ...], backend: Backend = Backend.CPU) -> torch.Tensor:
+    """`out` after a check, or a new float32 tensor where the backend writes it."""
     if out is None:
-        return torch.empty(shape, dtype=torch.float32)
-    check_tensor(op, "out", out, torch.float32, shape)
+        return torch.empty(shape, dtype=torch.float32, device=device_of(backend))
+    check_tensor(op, "out", out, torch.float32, shape, backend)
     return out
 
 
-def output_rows(op: str, out: torch.Tensor | None, shape: tuple[int, ...]) -> tuple[torch.Tensor, int]:
+def output_rows(
+    op: str, out: torch.Tensor | None, shape: tuple[int, ...], backend: Backend = Backend.CPU
+) -> tuple[torch.Tensor, int]:
     """The same, but rows of `out` may be part of longer ones; also returns how far apart they begin."""
-    result = torch.empty(shape, dtype=torch.float32) if out is None else out
-    return result, check_rows(op, "out", result, shape)
+    result = torch.empty(shape, dtype=torch.float32, device=device_of(backend)) if out is None else out
+    return result, check_rows(op, "out", result, shape, backend)
+
+
+def _check_device(op: str, name: str, tensor: torch.Tensor, backend: Backend) -> None:
+    wanted = device_of(backend).type
+    if tensor.device.type != wanted:
+        place = "CPU" if wanted == "cpu" else "GPU"
+        raise KernelError(f"{op}: {name} must be on the {place}, got {tensor.device}")

@@ -2,13 +2,17 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from kernels.backend import Backend, device_of
 from kernels.errors import KernelError
 from kernels.kv_layout import E4M3_MAX, FP16_MAX, MAX_HEAD_DIM, STORED, KvDtype, KvLayout
 from kernels.seals import PageSeals
 
 __all__ = ["E4M3_MAX", "FP16_MAX", "MAX_HEAD_DIM", "AttentionRows", "KvDtype", "KvLayout", "KvPool"]
+
+TILE_TOKENS = 32  # rows of a sequence that an item of a plan may hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +20,7 @@ class KvPool:
     """The pool's memory. fp8 codes are held as uint8; a stored element times its head's scale is the value.
 
     Within a page and head, keys lie by dimension and values by token: attention multiplies a query's element with many keys, and a key's
-    weight with many elements of its value, and reads neighbours either way.
+    weight with many elements of its value, and reads neighbours either way. On a GPU the keys' memory lies by token, and `k` is a view of it.
     """
 
     layout: KvLayout
@@ -33,16 +37,26 @@ class KvPool:
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
         seal_secret: bytes | None = None,
+        backend: Backend = Backend.CPU,
     ) -> "KvPool":
-        """A zeroed pool; scales default to 1; pages are sealed if there is a secret for it.
+        """A zeroed pool where the backend reads it; scales default to 1; pages are sealed if there is a secret for it.
 
         Raises KernelError for a scale that is not a positive finite number.
         """
         shape, dtype = (layout.num_layers, layout.num_pages, layout.num_kv_heads), STORED[layout.dtype]
-        k = torch.zeros(*shape, layout.head_dim, layout.page_size, dtype=dtype)
-        v = torch.zeros(*shape, layout.page_size, layout.head_dim, dtype=dtype)
+        device = device_of(backend)
+        v = torch.zeros(*shape, layout.page_size, layout.head_dim, dtype=dtype, device=device)
+        if backend is Backend.GPU:
+            if seal_secret is not None:
+                raise KernelError("KvPool: there are no seals on a GPU yet")
+            k = torch.zeros_like(v).transpose(3, 4)
+        else:
+            k = torch.zeros(*shape, layout.head_dim, layout.page_size, dtype=dtype)
         seals = None if seal_secret is None else PageSeals.allocate(seal_secret, layout)
-        return cls(layout, k, v, _scale(layout, "k_scale", k_scale), _scale(layout, "v_scale", v_scale), seals)
+        scales = [
+            _scale(layout, name, scale).to(device) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
+        ]
+        return cls(layout, k, v, scales[0], scales[1], seals)
 
     @property
     def k_rows(self) -> torch.Tensor:
@@ -72,16 +86,52 @@ def _scale(layout: KvLayout, name: str, scale: torch.Tensor | None) -> torch.Ten
     return scale.contiguous()
 
 
+def check_pool(op: str, pool: KvPool, backend: Backend) -> None:
+    """Raise KernelError for a pool that was allocated for another backend."""
+    keys = pool.k_rows if backend is Backend.GPU else pool.k
+    if keys.device.type != device_of(backend).type or not (keys.is_contiguous() or backend is Backend.REF):
+        raise KernelError(f"{op}: the pool is not laid out for {backend}")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How a GPU's programs share the rows: each item is the number of a first row and a count of rows, int32 [num_items, 2]."""
+
+    singles: torch.Tensor  # sequences with one row in this step
+    tiles: torch.Tensor  # up to TILE_TOKENS rows of one sequence
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
     """Which keys each query row sees: all of its sequence up to its own position, through the page table.
 
-    Rows of one sequence are adjacent and ascending in position.
+    Rows of one sequence are adjacent and ascending in position. On a GPU, a row at a negative position is padding: it sees nothing, and
+    its result is zero. `plan` comes with `to`.
     """
 
     page_table: torch.Tensor  # int32 [num_sequences, max_pages]
     row_sequence: torch.Tensor  # int32 [num_rows]
     row_position: torch.Tensor  # int32 [num_rows]
+    plan: AttentionPlan | None = None
+
+    def to(self, device: torch.device) -> "AttentionRows":
+        """These rows, which lie on the CPU, and the plan for them, on a GPU. Call `check` first: nothing can be checked there."""
+        sequence = self.row_sequence.numpy()
+        starts = np.flatnonzero(np.diff(sequence, prepend=-1))
+        counts = np.diff(starts, append=len(sequence))
+        tiles = [
+            (first, min(TILE_TOKENS, start + count - first))
+            for start, count in zip(starts.tolist(), counts.tolist(), strict=True)
+            if count > 1
+            for first in range(start, start + count, TILE_TOKENS)
+        ]
+        singles = [(start, 1) for start in starts[counts == 1].tolist()]
+        plan = AttentionPlan(
+            *(torch.tensor(items, dtype=torch.int32).view(-1, 2).to(device) for items in (singles, tiles))
+        )
+        return AttentionRows(
+            self.page_table.to(device), self.row_sequence.to(device), self.row_position.to(device), plan
+        )
 
     def check(self, op: str, layout: KvLayout) -> None:
         """Raise KernelError if a row could read outside the pool or the table."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.errors import KernelError
+from kernels.gpu_weights import GpuWeight
 
 PANEL_ROWS = 16
 _QUAD = 4  # neighbouring columns that share a 32-bit lane
@@ -155,6 +156,7 @@ class DenseWeight:
 
 Quantized = Int4Weight | Int8Weight
 Weight = Int4Weight | Int8Weight | DenseWeight
+AnyWeight = Weight | GpuWeight  # placed for whichever backend
 
 
 def _shape(matrix: torch.Tensor) -> tuple[int, int]:

@@ -208,6 +208,7 @@ for i = 2, #ARGV, 3 do
   local id, r = ARGV[i], read(ARGV[i])
   if is_ours(r, ARGV[1], ARGV[i + 1]) then
     local stream = KEYS[11 + tonumber(ARGV[i + 2])]
+    ensure_group(stream)
     assign(stream, r.entry, NOBODY, math.max(deliveries(stream, r.entry) - 1, 0))
     r.state, r.owner = 'H', ''
     write(id, r)

@@ -49,8 +49,9 @@ def engine(arguments: Namespace) -> None:
 def queue(arguments: Namespace) -> None:
     """What gateway and queue cost."""
     from bench.queue.command import run
+    from sluicegate.queue_setting import QueueSetting
 
-    run(arguments)
+    run(arguments, lambda folder: QueueSetting(folder, arguments.seconds))
 
 
 def kernels(arguments: Namespace) -> None:

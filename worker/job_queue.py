@@ -83,7 +83,8 @@ class JobQueue:
             if kind == b"need":
                 lines = [*lines[-7:], _text(rest[0])]
                 continue
-            self._likely = [_text(line) for line in rest[7:]] if kind == b"job" else []
+            # Where nothing is said about what comes next, it's likely where something was before.
+            self._likely = [_text(line) for line in rest[7:]] or lines[-4:]
             return None if kind == b"none" else _pulled(kind, rest)
 
     async def wait(self) -> None:

@@ -18,17 +18,17 @@ PARTS: dict[str, Callable[[Setting], Awaitable[list[Row]]]] = {
 }  # fmt: skip
 
 
-def run(arguments: Namespace) -> None:
-    """Measure, print the table, write JSON and picture."""
+def run(arguments: Namespace, setting: Callable[[Path], Setting]) -> None:
+    """Measure, print the table, write JSON and picture. `setting` makes a setting whose processes live in a folder."""
     load_before = os.getloadavg()
     with tempfile.TemporaryDirectory(prefix="sluicegate-bench-") as folder:
         try:
-            rows = asyncio.run(_measure(arguments.only or list(PARTS), Setting(Path(folder), arguments.seconds)))
+            rows = asyncio.run(_measure(arguments.only or list(PARTS), setting(Path(folder))))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
     out = Path(arguments.out)
     write_json(rows, out / "queue.json", load_before)
-    print(table(rows))
+    print(f"{os.cpu_count()} cores, load average {load_before[0]:.1f} before the run\n\n{table(rows)}")
     try:
         draw(rows, out / "queue.png")
     except ImportError:

@@ -4,10 +4,9 @@ import asyncio
 import time
 from functools import partial
 
-from bench.fleet import Fleet
 from bench.queue.load import chat, closed_loop
 from bench.queue.rows import Row, percentile
-from bench.queue.setting import Setting
+from bench.queue.setting import Fleet, Setting
 from bench.queue.wire import Answer, connect
 
 FLOOD = 100
@@ -16,6 +15,7 @@ CLIENTS_PER_TENANT = 24
 GOAL_RATIO, GOAL_JAIN = 1.5, 0.95
 QUIET_TEXT = "A question of some length. " * 30
 QUIET_PAUSE_S = 0.1
+RAMP_S = 3.0  # until all that flood have found the line
 
 
 async def measure(setting: Setting) -> list[Row]:
@@ -29,10 +29,10 @@ async def measure(setting: Setting) -> list[Row]:
 async def _flood_row(fleet: Fleet, setting: Setting) -> Row:
     port = fleet.gateways[0].port
     quiet, loud = await fleet.new_key("quiet"), await fleet.new_key("loud")
-    seconds = 3 * setting.seconds
+    seconds = 5 * setting.seconds
     solo = await _one_by_one(port, quiet, seconds)
-    flood = asyncio.create_task(closed_loop(port, partial(_busy, loud), FLOOD, seconds + 2))
-    await asyncio.sleep(1.0)
+    flood = asyncio.create_task(closed_loop(port, partial(_busy, loud), FLOOD, seconds + 2 * RAMP_S))
+    await asyncio.sleep(RAMP_S)
     beside = await _one_by_one(port, quiet, seconds)
     await flood
     ratio = percentile(beside, 0.95) / percentile(solo, 0.95)
@@ -71,18 +71,19 @@ async def _share_row(fleet: Fleet, setting: Setting) -> Row:
         if "--weight" not in str(error):
             raise
         return Row(name, "not measured: tenants have no weights in this build", goal, None)
-    port = fleet.gateways[0].port
+    port, started_s = fleet.gateways[0].port, time.perf_counter()
     found = await asyncio.gather(
-        *(closed_loop(port, partial(_busy, key), CLIENTS_PER_TENANT, setting.seconds * 2) for key in keys)
+        *(closed_loop(port, partial(_busy, key), CLIENTS_PER_TENANT, setting.seconds * 4) for key in keys)
     )
-    served = [_tokens(answers) for answers, _ in found]
+    served = [_tokens([answer for answer in answers if answer.end_s > started_s + RAMP_S]) for answers, _ in found]
     shares = [tokens / weight for tokens, weight in zip(served, WEIGHTS, strict=True)]
     jain = sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares))
     return Row(name, f"{jain:.3f}", goal, jain >= GOAL_JAIN, {"tokens": served, "weights": WEIGHTS, "jain": jain})
 
 
 def _busy(key: str, number: int) -> bytes:
-    return chat(key, 32, stream=True, text=f"Me {number}!")
+    # 8 to 56 tokens: answers of one length would end, and free their slots, all at the same time.
+    return chat(key, 8 + number * 7 % 49, stream=True, text=f"Me {number}!")
 
 
 def _tokens(answers: list[Answer]) -> int:

@@ -29,7 +29,8 @@ def write_json(rows: list[Row], path: Path, load_before: tuple[float, float, flo
             "load_before": load_before, "load_after": os.getloadavg(),
         },
         "rows": [
-            {"name": row.name, "value": row.value, "goal": row.goal, "met": row.is_met, **row.details} for row in rows
+            {"name": row.name, "value": row.value, "goal": row.goal, "met": row.is_met, **_rounded(row.details)}
+            for row in rows
         ],
     }  # fmt: skip
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -91,6 +92,15 @@ def _scale(axis: Any, details: dict[str, Any]) -> None:
 
 
 _PANELS = {"gateway_ms": _latency, "bare_joined": _streams, "beside_ms": _flood, "points": _scale}
+
+
+def _rounded(value: Any) -> Any:
+    """Thousandths are enough for whoever reads it."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(item) for item in value]
+    return round(value, 3) if isinstance(value, float) else value
 
 
 def _processor() -> str:

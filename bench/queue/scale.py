@@ -4,11 +4,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from bench.fleet import Fleet
 from bench.queue.cpu import cpu_s
 from bench.queue.load import chat, closed_loop
 from bench.queue.rows import Row
-from bench.queue.setting import SYNTHETIC, Setting
+from bench.queue.setting import SYNTHETIC, Fleet, Setting
 
 COUNTS = (1, 2, 4, 8, 16, 32)
 SEQUENCES, RATE, NUM_TOKENS = 4, 20.0, 40

@@ -1,56 +1,90 @@
-"""What every measurement starts from: a folder for its processes, how long to measure, and the server to compare with."""
+"""What a measurement needs of whoever starts the processes: the command does, since it alone knows how they are composed."""
 
-import asyncio
-import os
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
-
-from bench.fleet import Fleet, open_fleet
-from bench.queue.wire import connect
-from sluicegate.child import Child
-from sluicegate.valkey import free_port
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
 
 SYNTHETIC = ("--engine", "synthetic")
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """`seconds` is how long one number is measured; `folder` is the run's own."""
+class Process(Protocol):
+    """A running process."""
 
-    folder: Path
-    seconds: float
-
-    @asynccontextmanager
-    async def fleet(self, name: str, workers: int, *flags: str) -> AsyncIterator[Fleet]:
-        """One gateway and synthetic workers, ready."""
-        async with open_fleet(self.folder / name) as fleet:
-            await fleet.add_gateway()
-            for _ in range(workers):
-                await fleet.add_worker(*SYNTHETIC, *flags)
-            await fleet.wait_until_ready()
-            yield fleet
-
-    @asynccontextmanager
-    async def bare_server(self) -> AsyncIterator[tuple[Child, int]]:
-        """aiohttp and nothing else: the process and its port."""
-        port = free_port()
-        command = [sys.executable, "-m", "bench.queue.bare", str(port)]
-        child = await Child.start("bare", command, self.folder / "bare.log", os.environ)
-        try:
-            async with asyncio.timeout(20):
-                while not await _listens(port):
-                    await asyncio.sleep(0.05)
-            yield child, port
-        finally:
-            await child.end(5)
+    @property
+    def pid(self) -> int:
+        """Its id."""
+        ...
 
 
-async def _listens(port: int) -> bool:
-    try:
-        (await connect(port)).close()
-    except OSError:
-        return False
-    return True
+class Gateway(Protocol):
+    """A gateway process and where it listens."""
+
+    @property
+    def child(self) -> Process:
+        """The process."""
+        ...
+
+    @property
+    def port(self) -> int:
+        """Its port on this machine."""
+        ...
+
+
+class Fleet(Protocol):
+    """Redis, gateways and workers of a measurement's own."""
+
+    @property
+    def redis(self) -> Process | None:
+        """The server, unless it's somebody else's."""
+        ...
+
+    @property
+    def gateways(self) -> Sequence[Gateway]:
+        """At least one."""
+        ...
+
+    @property
+    def workers(self) -> Sequence[Process]:
+        """All that were started."""
+        ...
+
+    async def add_worker(self, *flags: str) -> Process:
+        """Start one; it isn't ready yet."""
+        ...
+
+    async def wait_until_ready(self) -> None:
+        """Until all are seen by the gateways."""
+        ...
+
+    async def new_key(self, tenant: str, *flags: str) -> str:
+        """A new tenant's API key; raises RuntimeError with the command's words."""
+        ...
+
+    async def statuses(self) -> list[dict[str, Any]]:
+        """The workers' own numbers."""
+        ...
+
+    async def metric(self, prefix: str) -> float:
+        """The sum of the first gateway's samples whose line begins so."""
+        ...
+
+    def client(self) -> Any:
+        """A client of the Redis, to be closed by the caller."""
+        ...
+
+
+class Setting(Protocol):
+    """What every measurement starts from. `seconds` is how long one number is measured."""
+
+    @property
+    def seconds(self) -> float:
+        """How long."""
+        ...
+
+    def fleet(self, name: str, workers: int, *flags: str) -> AbstractAsyncContextManager[Fleet]:
+        """One gateway and workers with these flags, ready; ended with the block."""
+        ...
+
+    def bare_server(self) -> AbstractAsyncContextManager[tuple[Process, int]]:
+        """`bench.queue.bare`: the process and its port."""
+        ...

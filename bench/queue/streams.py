@@ -1,10 +1,9 @@
 """How many tokens one gateway passes on to 64 clients, and what that costs Redis."""
 
-from bench.fleet import Fleet
 from bench.queue.cpu import cpu_s
 from bench.queue.load import chat, closed_loop
 from bench.queue.rows import Row
-from bench.queue.setting import Setting
+from bench.queue.setting import Fleet, Setting
 from bench.queue.wire import request
 
 NUM_CLIENTS = 64

@@ -7,17 +7,29 @@ from kernels.checks import check_tensor, output
 from kernels.dense_matmul import NATIVE_TYPES
 from kernels.embedding.ref import embedding_ref
 from kernels.errors import KernelError
-from kernels.weights import DenseWeight, Weight
+from kernels.gpu_weights import GpuDenseWeight, GpuInt4Weight, GpuInt8Weight
+from kernels.weights import AnyWeight, DenseWeight
 
 
-def embedding(ids: torch.Tensor, w: Weight, out: torch.Tensor | None = None, *, backend: Backend) -> torch.Tensor:
+def embedding(ids: torch.Tensor, w: AnyWeight, out: torch.Tensor | None = None, *, backend: Backend) -> torch.Tensor:
     """ids int64 [T] -> float32 [T, K], in `out` if given. Raises KernelError for an id outside W."""
-    check_tensor("embedding", "ids", ids, torch.int64, (None,))
-    numbers = ids.numpy()
-    if len(ids) and not 0 <= numbers.min() <= numbers.max() < w.shape[0]:
-        raise KernelError(f"embedding: ids must be in [0, {w.shape[0]})")
+    is_placed = isinstance(w, GpuInt4Weight | GpuInt8Weight | GpuDenseWeight)
+    if is_placed is not (backend is Backend.GPU):
+        raise KernelError(f"embedding: w is not laid out for {backend}, got {type(w).__name__}")
+    check_tensor("embedding", "ids", ids, torch.int64, (None,), backend)
+    # On a GPU a look at the numbers would wait for it: there such an id gives NaN.
+    if len(ids) and ids.is_cpu:
+        numbers = ids.numpy()
+        if not 0 <= numbers.min() <= numbers.max() < w.shape[0]:
+            raise KernelError(f"embedding: ids must be in [0, {w.shape[0]})")
     num_out, num_in = w.shape
-    result = output("embedding", out, (len(ids), num_in))
+    result = output("embedding", out, (len(ids), num_in), backend)
+    if isinstance(w, GpuInt4Weight | GpuInt8Weight | GpuDenseWeight):
+        if result.numel():
+            from kernels.embedding.gpu import embedding_gpu
+
+            embedding_gpu(ids, w, result)
+        return result
     if backend is Backend.REF:
         return result.copy_(embedding_ref(ids, w))
     from kernels import _native

@@ -5,7 +5,7 @@ import torch
 from kernels.backend import Backend
 from kernels.checks import check_rows, check_tensor, sizes
 from kernels.errors import KernelError
-from kernels.kv_pool import KvPool
+from kernels.kv_pool import KvPool, check_pool
 from kernels.kv_write.ref import kv_write_ref
 from kernels.native_pool import native_layer
 
@@ -22,16 +22,24 @@ def kv_write(
     layout = pool.layout
     rows = sizes("kv_write", "k", k, 3)[0]
     shape = (rows, layout.num_kv_heads, layout.head_dim)
-    stride = check_rows("kv_write", "k", k, shape)
-    if check_rows("kv_write", "v", v, shape) != stride:
+    stride = check_rows("kv_write", "k", k, shape, backend)
+    if check_rows("kv_write", "v", v, shape, backend) != stride:
         raise KernelError("kv_write: rows of k and v must lie equally far apart")
-    check_tensor("kv_write", "slots", slots, torch.int64, (rows,))
-    if rows and int(slots.numpy().max()) >= layout.num_pages * layout.page_size:
+    check_tensor("kv_write", "slots", slots, torch.int64, (rows,), backend)
+    check_pool("kv_write", pool, backend)
+    # On a GPU a look at the numbers would wait for it: there the kernel skips such a slot.
+    if rows and slots.is_cpu and int(slots.numpy().max()) >= layout.num_pages * layout.page_size:
         raise KernelError("kv_write: slots name a page outside the pool")
     if not 0 <= layer < layout.num_layers:
         raise KernelError(f"kv_write: layer must be in [0, {layout.num_layers}), got {layer}")
     if backend is Backend.REF:
         kv_write_ref(k, v, slots, pool, layer)
+        return
+    if backend is Backend.GPU:
+        if rows:
+            from kernels.kv_write.gpu import kv_write_gpu
+
+            kv_write_gpu(k, v, slots, pool, layer)
         return
     from kernels import _native
 

@@ -5,7 +5,7 @@ import torch
 from kernels.backend import Backend
 from kernels.checks import check_rows, check_tensor, output, sizes
 from kernels.errors import KernelError
-from kernels.kv_pool import AttentionRows, KvPool
+from kernels.kv_pool import AttentionRows, KvPool, check_pool
 from kernels.native_pool import native_layer
 from kernels.paged_attention.ref import paged_attention_ref
 from kernels.seals import SealCheck
@@ -32,16 +32,26 @@ def paged_attention(
     """
     layout = pool.layout
     num_rows, num_heads, dim = sizes("paged_attention", "q", q, 3)
-    stride = check_rows("paged_attention", "q", q, (len(rows.row_sequence), None, layout.head_dim))
+    stride = check_rows("paged_attention", "q", q, (len(rows.row_sequence), None, layout.head_dim), backend)
+    check_pool("paged_attention", pool, backend)
     if num_heads % layout.num_kv_heads:
         raise KernelError(f"paged_attention: {num_heads} heads are no multiple of {layout.num_kv_heads} kv heads")
     if window is not None and window < 1:
         raise KernelError(f"paged_attention: window must be positive, got {window}")
     if not 0 <= layer < layout.num_layers:
         raise KernelError(f"paged_attention: layer must be in [0, {layout.num_layers}), got {layer}")
-    result = output("paged_attention", out, (num_rows, num_heads, dim))
+    result = output("paged_attention", out, (num_rows, num_heads, dim), backend)
     if backend is Backend.REF:
         return result.copy_(paged_attention_ref(q, pool, layer, rows, softmax_scale, window, seal_check))
+    if backend is Backend.GPU:
+        if seal_check is not None:
+            raise KernelError("paged_attention: there are no seals on a GPU yet")
+        placed = _placed(rows, q.device)
+        if num_rows:
+            from kernels.paged_attention.gpu import paged_attention_gpu
+
+            paged_attention_gpu(q, pool, layer, placed, softmax_scale, window, result)
+        return result
     from kernels import _native
 
     table = rows.page_table
@@ -62,3 +72,12 @@ def _addresses(check: SealCheck, rows: AttentionRows, pool: KvPool) -> tuple[int
     check_tensor("paged_attention", "num_tokens", check.num_tokens, torch.int32, (num_sequences,))
     check_tensor("paged_attention", "violations", check.violations, torch.int64, (num_sequences,))
     return check.page_keys.data_ptr(), check.num_tokens.data_ptr(), check.violations.data_ptr()
+
+
+def _placed(rows: AttentionRows, device: torch.device) -> AttentionRows:
+    """Rows with a plan, where the queries are. Making one for each layer would wait for the GPU each time."""
+    if rows.plan is not None and rows.row_sequence.device.type == device.type:
+        return rows
+    if device.type != "cpu":
+        raise KernelError("paged_attention: rows must be on the GPU with their plan, see AttentionRows.to")
+    return rows.to(device)

@@ -18,14 +18,20 @@ def rms_norm(
 ) -> torch.Tensor:
     """Normalize rows of x float32 [T, H] by weight float32 [H]; with `residual` [T, H], first residual += x in place, then the sum."""
     rows, size = sizes("rms_norm", "x", x, 2)
-    check_tensor("rms_norm", "x", x, torch.float32, (None, size))
-    check_tensor("rms_norm", "weight", weight, torch.float32, (size,))
+    check_tensor("rms_norm", "x", x, torch.float32, (None, size), backend)
+    check_tensor("rms_norm", "weight", weight, torch.float32, (size,), backend)
     if residual is not None:
-        check_tensor("rms_norm", "residual", residual, torch.float32, (rows, size))
-    result = output("rms_norm", out, (rows, size))
+        check_tensor("rms_norm", "residual", residual, torch.float32, (rows, size), backend)
+    result = output("rms_norm", out, (rows, size), backend)
     if backend is Backend.REF:
         source = x if residual is None else residual.add_(x)
         return result.copy_(rms_norm_ref(source, weight, eps))
+    if backend is Backend.GPU:
+        if result.numel():
+            from kernels.rms_norm.gpu import rms_norm_gpu
+
+            rms_norm_gpu(x, weight, eps, residual, result)
+        return result
     from kernels import _native
 
     address = 0 if residual is None else residual.data_ptr()

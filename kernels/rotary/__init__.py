@@ -16,14 +16,22 @@ def rotary(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, bac
     rows, heads, dim = sizes("rotary", "x", x, 3)
     if dim % 2:
         raise KernelError(f"rotary: x must have an even head size, got {dim}")
-    stride = check_rows("rotary", "x", x, (None, None, dim))
-    check_tensor("rotary", "positions", positions, torch.int32, (rows,))
-    check_tensor("rotary", "table", table, torch.float32, (None, 2, dim // 2))
-    numbers = positions.numpy()
-    if rows and not 0 <= numbers.min() <= numbers.max() < table.shape[0]:
-        raise KernelError(f"rotary: positions must be in [0, {table.shape[0]})")
+    stride = check_rows("rotary", "x", x, (None, None, dim), backend)
+    check_tensor("rotary", "positions", positions, torch.int32, (rows,), backend)
+    check_tensor("rotary", "table", table, torch.float32, (None, 2, dim // 2), backend)
+    # On a GPU a look at the numbers would wait for it: there a negative position is padding, and one beyond the table gives NaN.
+    if rows and positions.is_cpu:
+        numbers = positions.numpy()
+        if not 0 <= numbers.min() <= numbers.max() < table.shape[0]:
+            raise KernelError(f"rotary: positions must be in [0, {table.shape[0]})")
     if backend is Backend.REF:
         rotary_ref(x, positions, table)
+        return
+    if backend is Backend.GPU:
+        if x.numel():
+            from kernels.rotary.gpu import rotary_gpu
+
+            rotary_gpu(x, positions, table)
         return
     from kernels import _native
 

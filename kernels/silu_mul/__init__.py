@@ -11,13 +11,19 @@ from kernels.silu_mul.ref import silu_mul_ref
 def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None, *, backend: Backend) -> torch.Tensor:
     """gate_up float32 [T, 2F], gate in the first half -> float32 [T, F]."""
     rows, width = sizes("silu_mul", "gate_up", gate_up, 2)
-    check_tensor("silu_mul", "gate_up", gate_up, torch.float32, (None, width))
+    check_tensor("silu_mul", "gate_up", gate_up, torch.float32, (None, width), backend)
     if width % 2:
         raise KernelError(f"silu_mul: gate_up must have an even width, got {width}")
     size = width // 2
-    result = output("silu_mul", out, (rows, size))
+    result = output("silu_mul", out, (rows, size), backend)
     if backend is Backend.REF:
         return result.copy_(silu_mul_ref(gate_up[:, :size], gate_up[:, size:]))
+    if backend is Backend.GPU:
+        if result.numel():
+            from kernels.silu_mul.gpu import silu_mul_gpu
+
+            silu_mul_gpu(gate_up, result)
+        return result
     from kernels import _native
 
     gate = gate_up.data_ptr()

@@ -16,8 +16,8 @@ from random import Random
 import aiohttp
 import pytest
 
-from bench.fleet import Fleet, Gateway, open_fleet
 from protocol.job import Job
+from sluicegate.fleet import Fleet, Gateway, open_fleet
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 REQUEST_TIMEOUT_S = 90.0

@@ -79,13 +79,15 @@ def test_nothing_is_left_in_redis(stack) -> None:
     """After answers, errors and aborts the keys are the same as before."""
     client = stack.client()
     client.chat.completions.create(model=stack.model, messages=LONG["messages"], max_tokens=2)
+    # Usage and the key's last use are written a moment after the answer.
+    stack.wait_for(lambda: {"rows", "last_used"} <= {key.rpartition(":")[2] for key in _keys(stack)}, 5)
     before = _keys(stack)
     for _ in range(5):
         client.chat.completions.create(model=stack.model, messages=LONG["messages"], max_tokens=3)
         with client.chat.completions.create(model=stack.model, stream=True, **LONG) as stream:
             next(iter(stream))
     stack.wait_for(lambda: _pending(stack) == 0, 5)
-    assert before == _keys(stack)
+    stack.wait_for(lambda: before == _keys(stack), 5)
 
 
 def test_two_stacks_run_side_by_side_and_keep_their_state(new_stack, stack) -> None:

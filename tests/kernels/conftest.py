@@ -24,6 +24,11 @@ TOLERANCES = {
     "rotary": 5e-7,
     "silu_mul": 5e-7,
     "paged_attention": 1e-6,
+    "gpu_matmul": 6e-4,  # both operands have the 11 bits of float16
+    "gpu_matmul_float32": 1e-6,
+    "gpu_attention_bf16": 4e-3,  # queries and weights of keys have the 8 bits of the stored keys
+    "gpu_attention_fp16": 4e-4,  # and here the 11 of float16
+    "gpu_attention_fp8": 4e-4,  # which holds e4m3 exactly
 }
 
 CheckClose = Callable[[str, torch.Tensor, torch.Tensor], None]
@@ -221,10 +226,11 @@ def make_paged() -> MakePaged:
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
         spread: float | None = None,
+        placed_for: Backend = Backend.CPU,
     ) -> PagedCase:
-        pool, layer = KvPool.allocate(layout, k_scale, v_scale), layout.num_layers - 1
+        pool, layer = KvPool.allocate(layout, k_scale, v_scale, backend=placed_for), layout.num_layers - 1
         if poison:
-            for side in (pool.k, pool.v):
+            for side in (pool.k_rows if placed_for is Backend.GPU else pool.k, pool.v):
                 side.view(torch.uint8).fill_(0xFF)
         size, shape = layout.page_size, (layout.num_kv_heads, layout.head_dim)
         unused = torch.randperm(layout.num_pages, dtype=torch.int32)

@@ -98,6 +98,19 @@ def test_any_sixty_seconds_are_covered(client, keys) -> None:
     assert not client.hexists(place, now_s - 90)
 
 
+def test_the_edge_of_a_minute(client, keys) -> None:
+    """What was used 60 seconds ago counts, 61 seconds ago doesn't."""
+    for attempt in range(100):
+        place = keys.account(TENANT, f"window{attempt}")
+        now_s = client.time()[0]
+        client.hset(place, mapping={"oldest": now_s - 90, "sum": 9, now_s - 61: 5, now_s - 60: 4})
+        reply = admit(client, keys, "a", [window(10, 1)], [place])
+        if client.time()[0] == now_s:  # or the second has changed meanwhile
+            assert [1, 5] == [reply[0], reply[2]]
+            return
+    raise AssertionError("every attempt met the end of a second")
+
+
 def test_waits_are_right(client, keys) -> None:
     """A refused request is told the first second in which it would have fitted, and -1 if there is none."""
     place = keys.account(TENANT, "window")

@@ -198,6 +198,45 @@ async def test_a_killed_gateway_leaves_nothing_locked(processes, worker, store, 
     assert (0, 0) == (await redis.hlen(keys.open_requests(ACME)), await redis.zcard(keys.leases(ACME)))
 
 
+async def test_a_gateway_that_wakes_up_writes_no_second_row(processes, worker, store, redis, keys):
+    """SIGSTOP until another gateway has settled its requests, then SIGCONT: what it still says of them changes nothing."""
+    key = await _tenant(store, limits=Limits(concurrent_requests=2), budgets=(Budget("day", "tokens", 10**9),))
+    running: list[str] = []
+
+    async def hold(one, job):
+        running.append(job.gateway_id)
+        await one.send(job, Started(one.worker_id), Delta(0, "x", (1,)))
+        await asyncio.Event().wait()
+
+    await worker(hold, ttl_ms=60_000)
+    sleeper, other = await processes(2, key)
+    tasks = [asyncio.create_task(sleeper.chat(stream=True)) for _ in range(2)]
+    async with asyncio.timeout(20):
+        while len(running) < 2:
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(1.5)
+    sleeper.process.send_signal(signal.SIGSTOP)
+    async with asyncio.timeout(30):
+        while 2 > await redis.xlen(keys.usage_rows(ACME)):
+            await asyncio.sleep(0.1)
+    used = await redis.hget(keys.account(ACME, "tenant:budget:day:tokens"), "used")
+    sleeper.process.send_signal(signal.SIGCONT)
+    await asyncio.sleep(1.5)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.sleep(1.5)
+    rows = [fields for _, fields in await redis.xrange(keys.usage_rows(ACME))]
+    assert [b"lost", b"lost"] == [row[b"outcome"] for row in rows]
+    assert [b"1", b"1"] == [row[b"completion_tokens"] for row in rows]
+    assert used == await redis.hget(keys.account(ACME, "tenant:budget:day:tokens"), "used")
+    assert (0, 0) == (await redis.hlen(keys.open_requests(ACME)), await redis.zcard(keys.leases(ACME)))
+    again = await _fill(other, running, 2)
+    for task in again:
+        task.cancel()
+    await asyncio.gather(*again, return_exceptions=True)
+
+
 async def _fill(process, running, count) -> list:
     """As many running requests as asked for, trying until they are let in."""
     running.clear()

@@ -1,0 +1,103 @@
+"""Putting matrices where a backend reads them: as they are for CPUs, laid out anew and moved for GPUs."""
+
+import math
+
+import torch
+
+from kernels.backend import Backend, device_of
+from kernels.gpu_weights import (
+    DENSE_COLUMNS,
+    PLANE_WIDTH,
+    ROW_ALIGNMENT,
+    GpuDenseWeight,
+    GpuInt4Weight,
+    GpuInt8Weight,
+    GpuWeight,
+)
+from kernels.weights import PANEL_ROWS, AnyWeight, DenseWeight, Quantized, _split
+
+_ROWS_AT_ONCE = 4096  # bounds what is unpacked at any time
+_LARGEST = 13  # magnitudes end below 2^13
+
+
+def place(weight: AnyWeight, backend: Backend) -> AnyWeight:
+    """The matrix as this backend's kernels read it; for CPU and reference that's the one given."""
+    if backend is not Backend.GPU or isinstance(weight, GpuInt4Weight | GpuInt8Weight | GpuDenseWeight):
+        return weight
+    device = device_of(backend)
+    return _dense(weight, device) if isinstance(weight, DenseWeight) else _quantized(weight, device)
+
+
+def _quantized(weight: Quantized, device: torch.device) -> GpuWeight:
+    num_out, num_in = weight.shape
+    width = min(weight.group_size, PLANE_WIDTH)
+    planes = 16 // weight.bits
+    chunks = -(-num_in // (width * planes))
+    padded = -(-num_out // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    groups = -(-chunks * width * planes // weight.group_size)
+    exponent = _exponent(max(_largest(weight, rows) for rows in _row_ranges(num_out)))
+    codes = torch.zeros(chunks, padded, width, dtype=torch.int16, device=device)
+    scales = torch.zeros(groups, padded, 2, dtype=torch.float16, device=device)
+    for rows in _row_ranges(num_out):
+        here = slice(rows.start, rows.stop)
+        codes[:, here] = _words(weight, rows, chunks, planes, width).to(device)
+        for side, numbers in enumerate(_split(weight, _panels_of(weight.packed, rows))):
+            if numbers is not None:
+                flat = numbers.flatten(0, 1).squeeze(-1)[: len(rows)]
+                scales[: flat.shape[1], here, side] = (flat * 2.0**exponent).half().T.to(device)
+    kind = GpuInt4Weight if weight.bits == 4 else GpuInt8Weight
+    pairs = scales.view(torch.int32).squeeze(-1) if weight.has_minimum else scales[:, :, 0].contiguous()
+    return kind(codes, pairs, weight.shape, weight.group_size, weight.has_minimum, 2.0**-exponent)
+
+
+def _dense(weight: DenseWeight, device: torch.device) -> GpuDenseWeight:
+    num_out, num_in = weight.shape
+    is_narrow = weight.packed.dtype is not torch.float32
+    exponent = _exponent(float(weight.packed.abs().max())) if is_narrow and weight.packed.numel() else 0
+    matrix = torch.zeros(
+        -(-num_out // ROW_ALIGNMENT) * ROW_ALIGNMENT,
+        -(-num_in // DENSE_COLUMNS) * DENSE_COLUMNS,
+        dtype=torch.float16 if is_narrow else torch.float32,
+        device=device,
+    )
+    for rows in _row_ranges(num_out):
+        here = slice(rows.start, rows.stop)
+        matrix[here, :num_in] = (weight.dequantize(here) * 2.0**exponent).to(matrix.dtype).to(device)
+    return GpuDenseWeight(matrix, weight.shape, 2.0**-exponent)
+
+
+def _row_ranges(num_rows: int) -> list[range]:
+    return [
+        range(first, min(first + _ROWS_AT_ONCE, num_rows)) for first in range(0, num_rows, _ROWS_AT_ONCE)
+    ]  # each begins at a panel
+
+
+def _panels_of(packed: torch.Tensor, rows: range) -> torch.Tensor:
+    return packed[rows.start // PANEL_ROWS : -(-rows.stop // PANEL_ROWS)]
+
+
+def _words(weight: Quantized, rows: range, chunks: int, planes: int, width: int) -> torch.Tensor:
+    """int16 [chunks, rows, width] with a code of each plane."""
+    codes = weight._codes(_panels_of(weight.packed, rows)).flatten(0, 1)[: len(rows)].reshape(len(rows), -1)
+    if weight.bits == 8:
+        codes = codes.view(torch.uint8) ^ 0x80
+    missing = chunks * planes * width - codes.shape[1]
+    columns = torch.nn.functional.pad(codes, (0, missing)).view(len(rows), chunks, planes, width)
+    words = torch.zeros(len(rows), chunks, width, dtype=torch.int32)
+    for plane in range(planes):
+        words |= columns[:, :, plane].int() << (plane * weight.bits)
+    return words.to(torch.int16).permute(1, 0, 2)
+
+
+def _largest(weight: Quantized, rows: range) -> float:
+    """A bound on the magnitudes of weights, scales and minima of some rows."""
+    scale, minimum = _split(weight, _panels_of(weight.packed, rows))
+    low, high = (0, 15) if weight.bits == 4 else (-128, 127)
+    lowest = torch.zeros_like(scale) if minimum is None else minimum
+    ends = [scale, lowest, scale * low + lowest, scale * high + lowest]
+    return max(float(end.abs().max()) for end in ends)
+
+
+def _exponent(largest: float) -> int:
+    """The power of two that brings `largest` to [2^12, 2^13)."""
+    return _LARGEST - math.frexp(largest)[1] if largest > 0 else 0

@@ -1,0 +1,192 @@
+"""Compiles every Triton kernel for one kind of GPU without having one, and prints what came out as JSON.
+
+    python compiled_code.py 90 [some]
+
+The ops' own wrappers are called, with launches replaced by compilation, so that what is compiled is what would be started. Resource
+usage and machine code are read with the cuobjdump and nvdisasm that come with Triton.
+"""
+
+import collections
+import functools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.jit import JITFunction
+
+from kernels import dense_matmul, int4_matmul, paged_attention
+from kernels.backend import Backend
+from kernels.dense_matmul.gpu import dense_matmul_gpu
+from kernels.embedding.gpu import embedding_gpu
+from kernels.gpu_weights import GpuDenseWeight, GpuInt4Weight, GpuInt8Weight
+from kernels.int4_matmul.gpu import quantized_matmul
+from kernels.kv_pool import AttentionRows, KvLayout, KvPool
+from kernels.kv_write.gpu import kv_write_gpu
+from kernels.paged_attention.gpu import paged_attention_gpu
+from kernels.rms_norm.gpu import rms_norm_gpu
+from kernels.rotary.gpu import rotary_gpu
+from kernels.silu_mul.gpu import silu_mul_gpu
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+HIDDEN, FFN = 1024, 4096
+# The kernels that differ most between kinds of GPU.
+SOME = (
+    "int4 rows 1", "int4 rows 2048", "int8 rows 1", "attention decode fp8 128", "attention prefill fp8 128",
+    "attention decode fp16 128", "attention prefill fp16 64", "kv_write fp8",
+)  # fmt: skip
+
+
+class AbsentGpu(DriverBase):
+    """Tells the compiler what to compile for; nothing can be started on it."""
+
+    def __init__(self, capability: int) -> None:
+        super().__init__()
+        self.capability = capability
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_benchmarker(self) -> Callable[..., object]:
+        raise NotImplementedError
+
+
+def describe(cubin: bytes, shared_bytes: int) -> dict[str, object]:
+    """Registers, bytes spilled, and how often each instruction occurs."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+        code = _tool("nvdisasm", "-c", file.name)
+    numbers = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    found = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", code, re.MULTILINE)
+    return {
+        "registers": numbers["REG"],
+        "stack_bytes": numbers["STACK"] + numbers["LOCAL"],
+        "shared_bytes": shared_bytes,
+        "instructions": collections.Counter(found),
+        "products": sorted({name for name in found if re.match(r"[HUIDQ]\w*MMA", name)}),
+    }
+
+
+def _tool(name: str, *arguments: str) -> str:
+    return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def quantized(kind: type, bits: int, group: int, out: int, width: int, *, minimum: bool) -> GpuInt4Weight:
+    """A placed matrix of any numbers."""
+    chunk = 32 * 16 // bits
+    codes = torch.zeros(-(-width // chunk), out, 32, dtype=torch.int16)
+    scales = torch.zeros(-(-width // group), out, dtype=torch.int32 if minimum else torch.float16)
+    return kind(codes, scales, (out, width), group, minimum, 1.0)
+
+
+def product_calls() -> dict[str, Callable[[], object]]:
+    """Products with a matrix whose ranges are shared (few rows) or not (many)."""
+
+    def call(multiply: Callable[..., None], weight: object, rows: int) -> Callable[[], object]:
+        return lambda: multiply(torch.zeros(rows, weight.shape[1]), weight, torch.zeros(rows, weight.shape[0]))
+
+    calls = {}
+    for rows in (1, 2048):
+        weight = quantized(GpuInt4Weight, 4, 32, 512, FFN, minimum=True)
+        calls[f"int4 rows {rows}"] = call(quantized_matmul, weight, rows)
+        weight = quantized(GpuInt8Weight, 8, 32, 512, FFN, minimum=False)
+        calls[f"int8 rows {rows}"] = call(quantized_matmul, weight, rows)
+        for dtype in (torch.float16, torch.float32):
+            dense = GpuDenseWeight(torch.zeros(512, FFN, dtype=dtype), (512, FFN), 1.0)
+            calls[f"{str(dtype).removeprefix('torch.')} rows {rows}"] = call(dense_matmul_gpu, dense, rows)
+    return calls
+
+
+def attention_calls() -> dict[str, Callable[[], object]]:
+    """Decode rows and a prompt's tiles, for both types of page and two sizes of head."""
+    calls = {}
+    for dtype in ("bf16", "fp16", "fp8"):
+        for dim, heads, kv_heads in ((64, 9, 3), (128, 32, 8))[dtype == "bf16" :]:
+            pool = KvPool.allocate(KvLayout(1, 4, kv_heads, dim, 16, dtype), backend=Backend.GPU)
+            for name, count in (("decode", 1), ("prefill", 20)):
+                calls[f"attention {name} {dtype} {dim}"] = _attend(pool, heads, count)
+    return calls
+
+
+def _attend(pool: KvPool, heads: int, count: int) -> Callable[[], object]:
+    q = torch.zeros(count, heads, pool.layout.head_dim)
+    rows = AttentionRows(
+        torch.zeros(1, 64, dtype=torch.int32), torch.zeros(count, dtype=torch.int32), torch.arange(count).int()
+    ).to(torch.device("cpu"))
+    return lambda: paged_attention_gpu(q, pool, 0, rows, 0.125, None, torch.zeros_like(q))
+
+
+def small_calls() -> dict[str, Callable[[], object]]:
+    """The other ops."""
+    x, ids = torch.zeros(3, HIDDEN), torch.zeros(3, dtype=torch.int64)
+    heads, table = torch.zeros(3, 8, 128), torch.zeros(16, 2, 64)
+    four = quantized(GpuInt4Weight, 4, 32, 512, HIDDEN, minimum=True)
+    dense = GpuDenseWeight(torch.zeros(512, HIDDEN, dtype=torch.float16), (512, HIDDEN), 1.0)
+    pools = {
+        dtype: KvPool.allocate(KvLayout(1, 4, 8, 128, 16, dtype), backend=Backend.GPU)
+        for dtype in ("bf16", "fp16", "fp8")
+    }
+    return {
+        "kv_write bf16": lambda: kv_write_gpu(heads, heads, ids, pools["bf16"], 0),
+        "kv_write fp16": lambda: kv_write_gpu(heads, heads, ids, pools["fp16"], 0),
+        "kv_write fp8": lambda: kv_write_gpu(heads, heads, ids, pools["fp8"], 0),
+        "rms_norm": lambda: rms_norm_gpu(x, x[0], 1e-6, torch.zeros_like(x), torch.zeros_like(x)),
+        "rotary": lambda: rotary_gpu(heads, ids.int(), table),
+        "silu_mul": lambda: silu_mul_gpu(torch.zeros(3, 2 * HIDDEN), x),
+        "embedding int4": lambda: embedding_gpu(ids, four, x),
+        "embedding dense": lambda: embedding_gpu(ids, dense, x),
+    }
+
+
+def main() -> None:
+    """Compile all of it and print one JSON object: call -> kernel -> description."""
+    capability = int(sys.argv[1])
+    triton.runtime.driver.set_active(AbsentGpu(capability))
+    for op in (int4_matmul, dense_matmul, paged_attention):
+        op.gpu.capability = lambda device: capability
+        op.gpu.num_processors = lambda device: 100
+    kernels: dict[str, object] = {}
+
+    def compile_only(self: JITFunction, *arguments: object, **options: object) -> None:
+        compiled = run(self, *arguments, **(options | {"warmup": True}))
+        kernels[self.__name__] = describe_once(compiled.asm["cubin"], compiled.metadata.shared)
+
+    describe_once = functools.cache(describe)
+    run, JITFunction.run = JITFunction.run, compile_only
+    report = {}
+    calls = product_calls() | attention_calls() | small_calls()
+    for name in SOME if sys.argv[2:] == ["some"] else calls:
+        call = calls[name]
+        kernels.clear()
+        call()
+        report[name] = dict(kernels)
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What the compiler makes of the kernels for Ampere, Hopper and Blackwell, read from machine code. No GPU is needed for that."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(400)  # on a busy machine
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = Path(__file__).with_name("compiled_code.py")
+PRODUCT_INSTRUCTIONS = {80: {"HMMA.16816.F32"}, 90: {"HGMMA.64x64x16.F32"}, 100: {"UTCHMMA"}}
+STREAMED = ("int4", "int8", "float16", "attention")
+# 16-byte loads that a thread needs for one tile of weights, or of keys and values.
+WIDE_LOADS = {"int4": 4, "int8": 4, "float16": 8, "attention decode": 8, "attention prefill": 4}
+
+
+@pytest.fixture(scope="module", params=[80, 90, 100], ids=lambda capability: f"sm_{capability}")
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict]:
+    """A capability, and what its kernels look like: call -> kernel -> description."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    # Compiling takes a second a kernel: everything for Hopper, what differs most for the others.
+    some = [] if request.param == 90 else ["some"]
+    command = [sys.executable, SCRIPT, str(request.param), *some]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return request.param, json.loads(result.stdout)
+
+
+def test_no_register_is_spilled(compiled):
+    """No kernel of any op keeps anything in local memory."""
+    _, report = compiled
+    spilled = {
+        (call, kernel): found["stack_bytes"]
+        for call, kernels in report.items()
+        for kernel, found in kernels.items()
+        if found["stack_bytes"] or any(name.startswith(("LDL", "STL")) for name in found["instructions"])
+    }
+    assert {} == spilled
+
+
+def test_streams_are_read_16_bytes_at_a_time(compiled):
+    """Weights, keys and values are copied to shared memory by loads of 16 bytes a thread, asynchronously."""
+    _, report = compiled
+    for call, kernels in report.items():
+        for prefix, count in WIDE_LOADS.items():
+            if call.startswith(prefix):
+                [main] = [found for name, found in kernels.items() if name in ("_product", "_attend")]
+                wide = sum(n for name, n in main["instructions"].items() if _is_wide_copy(name))
+                assert wide >= count, call
+    # What is narrower in attention are page numbers and, once a program, queries.
+    for call in report:
+        if call.startswith("attention"):
+            copies = [name for name in report[call]["_attend"]["instructions"] if name.startswith("LDGSTS")]
+            assert all(_is_wide_copy(name) or name == "LDGSTS.E" for name in copies), call
+
+
+def _is_wide_copy(name: str) -> bool:
+    return name.startswith("LDGSTS") and name.endswith(".128")
+
+
+def test_products_are_tensor_core_products(compiled):
+    """Each product's tile is multiplied by tensor cores, with float32 sums."""
+    capability, report = compiled
+    for call in report:
+        if call.startswith(("int4", "int8", "float16")):
+            assert PRODUCT_INSTRUCTIONS[capability] <= set(report[call]["_product"]["products"]), call
+        if call.startswith("attention"):
+            wanted = "HMMA.16816.F32.BF16" if "bf16" in call else "HMMA.16816.F32"
+            assert [wanted] == report[call]["_attend"]["products"], call
+
+
+def test_one_row_and_thousands_run_on_one_instruction(compiled):
+    """Few rows and many may take other tiles, but a row is multiplied by the same instruction of the same shape: its bits can't differ."""
+    _, report = compiled
+    pairs = [(call, call.replace("rows 1", "rows 2048")) for call in report if call.endswith("rows 1")]
+    pairs += [(call, call.replace("decode", "prefill")) for call in report if "decode" in call]
+    pairs = [(few, many) for few, many in pairs if many in report]
+    assert len(pairs) >= 2
+    for few, many in pairs:
+        kernel = "_product" if "rows" in few else "_attend"
+        assert report[few][kernel]["products"] == report[many][kernel]["products"], few

@@ -1,0 +1,63 @@
+"""RMS norm, rotary embedding and the gated activation for GPUs, interpreted: against float64, and row by row against themselves."""
+
+import pytest
+import torch
+
+from kernels.errors import KernelError
+from kernels.rms_norm import rms_norm
+from kernels.rotary import rotary
+from kernels.rotary.ref import rotary_table
+from kernels.silu_mul import silu_mul
+
+SHAPES = [(1, 1), (3, 17), (2, 576), (5, 100), (1, 5000)]
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_rms_norm(gpu, check_close, poisoned, rows, size, with_residual):
+    """Any width, wider than a program's step too; the residual takes the sum in place, x stays as it was, rows don't depend on others."""
+    x, weight, residual = torch.randn(rows, size) * 10, torch.randn(size), torch.randn(rows, size)
+    before, expected = x.clone(), residual + x if with_residual else x.double()
+    given = residual.clone() if with_residual else None
+    y = rms_norm(x, weight, 1e-5, residual=given, out=poisoned(rows, size), backend=gpu)
+    wide = expected.double()
+    check_close("rms_norm", y, wide / (wide.square().mean(dim=1, keepdim=True) + 1e-5).sqrt() * weight.double())
+    assert torch.equal(before, x)
+    if with_residual:
+        assert torch.equal(expected, given)
+    last = residual[-1:].clone() if with_residual else None
+    assert torch.equal(y[-1:], rms_norm(x[-1:].clone(), weight, 1e-5, residual=last, backend=gpu))
+
+
+@pytest.mark.parametrize(("rows", "heads", "dim"), [(1, 1, 2), (3, 2, 8), (5, 9, 64), (2, 3, 80)])
+def test_rotary(gpu, check_close, rows, heads, dim):
+    """Pairs (i, i + D/2) turn by position times frequency, also at positions far out."""
+    inv_freq = 10000.0 ** (-torch.arange(dim // 2, dtype=torch.float64) * 2 / dim)
+    x, positions = torch.randn(rows, heads, dim), torch.randint(0, 8192, (rows,), dtype=torch.int32)
+    angle = (positions.double().unsqueeze(1) * inv_freq).unsqueeze(1)
+    first, second = x.double().chunk(2, dim=2)
+    turned = torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], dim=2)
+    rotary(x, positions, rotary_table(inv_freq, 8192), backend=gpu)
+    check_close("rotary", x, turned)
+
+
+def test_rotary_checks_positions_where_it_can(gpu):
+    """On CPU tensors a position beyond the table is an error before anything is read."""
+    with pytest.raises(KernelError, match=r"^rotary: positions "):
+        rotary(torch.zeros(1, 1, 8), torch.tensor([4], dtype=torch.int32), rotary_table(torch.rand(4), 4), backend=gpu)
+
+
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_silu_mul(gpu, check_close, poisoned, rows, size):
+    """silu(gate) * up, written whole."""
+    gate_up = torch.randn(rows, 2 * size) * 4
+    y = silu_mul(gate_up, poisoned(rows, size), backend=gpu)
+    gate, up = gate_up.double().chunk(2, dim=1)
+    check_close("silu_mul", y, gate * torch.sigmoid(gate) * up)
+    assert torch.equal(y[-1:], silu_mul(gate_up[-1:].clone(), backend=gpu))
+
+
+def test_silu_mul_of_huge_numbers(gpu):
+    """Gates far beyond where the exponential overflows give zero or the gate, never NaN."""
+    gate_up = torch.tensor([[-1e4, 1e4, 0.0, 1.0, 2.0, 3.0]])
+    assert torch.equal(torch.tensor([[-0.0, 2e4, 0.0]]), silu_mul(gate_up, backend=gpu))
