@@ -30,6 +30,8 @@ LIMITS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("keep_alive_s", "--keep-alive", some_seconds, "silence of a stream before a comment is sent"),
     ("request_timeout_s", "--request-timeout", some_seconds, "time for an answer if the client sets none"),
     ("max_request_timeout_s", "--max-request-timeout", some_seconds, "longest time that a client may set"),
+    ("lease_s", "--account-lease", some_seconds, "after which what a dead gateway's requests held is free again"),
+    ("usage_rows_days", "--usage-rows-days", whole(1, 3660), "days that usage rows are kept"),
     ("intake_processes", "--intake-processes", whole(1, 256), "processes that check and tokenize requests"),
     ("intake_timeout_s", "--intake-timeout", some_seconds, "time for one request to be checked and tokenized"),
     ("intake_wait_s", "--intake-wait", some_seconds, "time that a request waits for a free intake process"),
