@@ -1,5 +1,7 @@
 """Ends running requests whose tenant was disabled or deleted, or whose key was revoked. A key that merely expires lets them finish."""
 
+import time
+
 import structlog
 
 from gateway.auth import Authenticator, Principal
@@ -8,6 +10,8 @@ from protocol.replies import Failed
 
 _log = structlog.get_logger(__name__)
 
+FORGOTTEN_GRACE_S = 10.0
+
 
 class AccessGuard:
     """Looks a running request's caller up again after each change, once for each key."""
@@ -15,9 +19,18 @@ class AccessGuard:
     def __init__(self, auth: Authenticator, generations: Generations) -> None:
         self._auth = auth
         self._generations = generations
+        self._revision = 0
+        self._patient_until_s = 0.0
 
     async def check(self, revision: int) -> None:
         """Check what was begun before a revision; errors of Redis pass through, and what they left unchecked is checked next time."""
+        if revision < self._revision:
+            # Redis came back without what it knew. That revokes nobody: whoever runs the stack has time to bring the tenants back.
+            self._patient_until_s = time.monotonic() + FORGOTTEN_GRACE_S
+            _log.warning("tenants_forgotten", revision=revision)
+        self._revision = revision
+        if time.monotonic() < self._patient_until_s:
+            return
         by_key: dict[str, list[Generation]] = {}
         for generation in self._generations.unchecked(revision):
             by_key.setdefault(generation.caller.digest, []).append(generation)
