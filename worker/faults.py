@@ -93,6 +93,7 @@ def _copy_page(at: Target, source: int) -> None:
 
 
 def _swap_pages(at: Target) -> None:
+    at.needs_seals()
     other = _other_page(at)
     for part in (at.kv.k, at.kv.v, at.needs_seals()):
         part[:, [at.page, other]] = part[:, [other, at.page]]
@@ -107,10 +108,12 @@ def _other_page(at: Target) -> int:
 
 
 def _wrong_position(at: Target) -> None:
+    at.needs_seals()
     _copy_page(at, _other_page(at))
 
 
 def _foreign_page(at: Target) -> None:
+    at.needs_seals()
     others = (s for s in at.engine.scheduler.running if s.tenant != at.sequence.tenant and s.table.num_opened)
     source = next(others, None)
     if source is None:
