@@ -40,6 +40,9 @@ def test_a_part_is_measured_and_reported(tmp_path: Path) -> None:
     assert rows[0]["bare"]["per_s"] > 0
     assert 0 < rows[1]["writes_per_step"]
     assert (tmp_path / "out" / "queue.png").read_bytes().startswith(b"\x89PNG")
+    end_s = time.monotonic() + 20  # a command that was under way ends by itself
+    while _processes_of(tmp_path) and time.monotonic() < end_s:
+        time.sleep(0.05)
     assert [] == _processes_of(tmp_path)
     assert [] == list(tmp_path.glob("sluicegate-bench-*"))
 
