@@ -54,6 +54,17 @@ def queue(arguments: Namespace) -> None:
     run(arguments, lambda folder: QueueSetting(folder, arguments.seconds))
 
 
+def integrity(arguments: Namespace) -> None:
+    """What the integrity modes cost."""
+    _require_worker()
+    from bench.integrity import measure, table, write
+
+    _, path = resolve(arguments.model)
+    costs = measure(path, arguments.turns)
+    write(costs, Path(arguments.out))
+    print(table(costs))
+
+
 def kernels(arguments: Namespace) -> None:
     """The products alone."""
     _require_worker()

@@ -1,0 +1,139 @@
+"""What the integrity modes cost: the same decode steps in every mode, in turns, so that a noisy moment meets all of them."""
+
+import json
+import secrets
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kernels.backend import Backend, resolve
+from kernels.kv_pool import KvPool
+from protocol.ids import GatewayId, ModelName, RequestId, TenantId, WorkerId
+from protocol.job import Job, SamplingParams
+from worker.cache.namespace import NamespaceRing
+from worker.engine import Engine, EngineParts
+from worker.model.load import load_model
+from worker.model.token_bytes import token_bytes
+from worker.model_executor import ModelExecutor
+
+MODES = ("off", "lease", "seal", "full")
+ROWS = ((1, 512), (1, 4000), (16, 128), (16, 1000))
+PAGE_SIZE = 16
+STEPS_A_TURN = 4
+STEP_TOKENS = 256
+FAR_MS = 2**60
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Median time of a decode step in each mode, and of the pairwise ratios to `off`."""
+
+    num_streams: int
+    context: int
+    step_ms: dict[str, float]
+    ratio: dict[str, float]
+
+
+class _Side:
+    """An engine in one mode, with a model of its own: recorded passes belong to one pool."""
+
+    def __init__(self, mode: str, model: Path, backend: Backend) -> None:
+        self.mode = mode
+        self._backend = backend
+        self._loaded = load_model(model, backend)
+        num_pages = 16 * (1000 + 400) // PAGE_SIZE
+        has_seals = mode in {"seal", "full"}
+        layout = self._loaded.kv_layout(num_pages, PAGE_SIZE, "fp16")
+        self._kv = KvPool.allocate(layout, seal_secret=secrets.token_bytes(32) if has_seals else None)
+        self.begin(0, 0, 0)
+
+    def begin(self, num_streams: int, context: int, num_new: int) -> None:
+        """A fresh engine whose prompts are computed."""
+        loaded, layout = self._loaded, self._kv.layout
+        parts = EngineParts(
+            executor=ModelExecutor(loaded.model, self._kv, self._backend, checks_reads=self.mode == "full"),
+            namespaces=NamespaceRing(b"b" * 32, loaded.digest, "fp16"),
+            token_bytes=tuple(token_bytes(loaded.tokenizer)),
+            eos_token_ids=frozenset(loaded.tokenizer.eos_token_ids),
+            max_request_tokens=layout.num_pages * PAGE_SIZE,
+            worker_id=WorkerId("bench"),
+            checks_leases=self.mode != "off",
+            now=time.monotonic,
+            now_ms=lambda: 0,
+        )
+        self._engine = Engine(parts, 16, STEP_TOKENS)
+        sampling = SamplingParams(max_tokens=num_new, seed=0, temperature=0.0, ignore_eos=True)
+        for number in range(num_streams):
+            ids = tuple(int(t) for t in np.random.default_rng(number).integers(100, 40_000, context))
+            job = Job(RequestId(str(number)), GatewayId("g"), TenantId("t"), ModelName("m"), ids, sampling, 0, FAR_MS)
+            self._engine.submit(job)
+        while (
+            any(s.num_remaining > 1 for s in self._engine.scheduler.running)
+            or self._engine.totals.steps == 0 < num_streams
+        ):
+            self._engine.step()
+
+    def turn(self) -> float:
+        """Seconds of a step, over a few."""
+        started_s = time.perf_counter()
+        for _ in range(STEPS_A_TURN):
+            self._engine.step()
+        return (time.perf_counter() - started_s) / STEPS_A_TURN
+
+
+def measure(model: Path, num_turns: int) -> list[Cost]:
+    """All rows, all modes."""
+    backend = resolve("auto")
+    sides = [_Side(mode, model, backend) for mode in MODES]
+    costs = []
+    for num_streams, context in ROWS:
+        for side in sides:
+            side.begin(num_streams, context, STEPS_A_TURN * (num_turns + 2) + 8)
+            side.turn()
+        turns: dict[str, list[float]] = {mode: [] for mode in MODES}
+        for number in range(num_turns):
+            order = sides if number % 2 else sides[::-1]
+            for side in order:
+                turns[side.mode].append(side.turn())
+        ratio = {
+            mode: statistics.median(a / b for a, b in zip(turns[mode], turns["off"], strict=True)) for mode in MODES
+        }
+        step_ms = {mode: statistics.median(seconds) * 1e3 for mode, seconds in turns.items()}
+        costs.append(Cost(num_streams, context, step_ms, ratio))
+    return costs
+
+
+def table(costs: list[Cost]) -> str:
+    """Milliseconds a step without checks, and what each mode adds, in percent."""
+    lines = ["| decode | off, ms a step | lease | seal | full |", "|---|---|---|---|---|"]
+    for cost in costs:
+        added = " | ".join(f"{(cost.ratio[mode] - 1) * 100:+.1f}%" for mode in MODES[1:])
+        streams = "1 stream" if cost.num_streams == 1 else f"{cost.num_streams} streams"
+        lines.append(f"| {streams} at {cost.context:,} | {cost.step_ms['off']:.2f} | {added} |")
+    return "\n".join(lines)
+
+
+def write(costs: list[Cost], folder: Path) -> None:
+    """JSON and, if matplotlib is here, a picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"num_streams": c.num_streams, "context": c.context, "step_ms": c.step_ms, "ratio": c.ratio} for c in costs]
+    (folder / "integrity.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (folder / "integrity.md").write_text(table(costs) + "\n")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for offset, mode in enumerate(MODES[1:]):
+        places = [index + 0.25 * (offset - 1) for index in range(len(costs))]
+        axes.bar(places, [(cost.ratio[mode] - 1) * 100 for cost in costs], width=0.22, label=mode)
+    axes.set_xticks(range(len(costs)), [f"{cost.num_streams} x {cost.context:,}" for cost in costs])
+    axes.set_xlabel("streams x tokens of context")
+    axes.set_ylabel("added to a decode step, %")
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.legend()
+    figure.savefig(folder / "integrity.png", dpi=120)
