@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,4 +92,7 @@ def test_nothing_is_left_running(smollm2_path: Path, tmp_path: Path) -> None:
 
     assert 130 == code
     assert engines
+    end_s = time.monotonic() + 10  # the kernel may take a moment to reap them
+    while [pid for pid in engines if Path(f"/proc/{pid}").exists()] and time.monotonic() < end_s:
+        time.sleep(0.05)
     assert not [pid for pid in engines if Path(f"/proc/{pid}").exists()]

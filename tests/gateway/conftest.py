@@ -107,7 +107,8 @@ class ScriptedWorker:
             found = await self.redis.xrange(self.keys.cancels(MODEL), min=b"(" + last if last != b"0" else "-")
             for entry_id, fields in found:
                 last = entry_id
-                self.cancelled.append(fields[CANCEL_FIELD].decode())
+                if CANCEL_FIELD in fields:
+                    self.cancelled.append(fields[CANCEL_FIELD].decode())
             await asyncio.sleep(0.02)
 
 

@@ -69,7 +69,7 @@ def test_wrong_arguments_get_one_clear_line(arguments: str) -> None:
         ("worker --model {tmp}/rubbish.gguf", "not a GGUF file"),
         ("worker --model {tmp}/empty", "config.json"),
         ("worker --redis-url redis://127.0.0.1:1/0", "cannot use Redis"),
-        ("worker --kernels gpu", "no GPU kernels"),
+        ("worker --kernels gpu", "GPU"),
         ("worker --name a:b", "invalid model name"),
         ("worker --step-tokens 4", "step_tokens"),
         ("tenant list --redis-url redis://127.0.0.1:1/0", "cannot reach Redis"),

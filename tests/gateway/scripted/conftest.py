@@ -213,7 +213,8 @@ class ScriptedWorker:
                 continue
             for entry_id, fields in _entries(found):
                 last = entry_id
-                self.cancelled.append(RequestId(fields[CANCEL_FIELD].decode()))
+                if CANCEL_FIELD in fields:
+                    self.cancelled.append(RequestId(fields[CANCEL_FIELD].decode()))
                 await self._notify()
 
     async def _notify(self) -> None:

@@ -143,7 +143,7 @@ def test_modes_change_no_bit_and_raise_no_alarm(lab, result_of, dtype, mode) -> 
         result_of(lab.run(lab.engine(kv_dtype=dtype, checks_leases=False), lab.job(p, **o))[0])
         for p, o in zip(prompts, options, strict=True)
     ]
-    engine = lab.engine(kv_dtype=dtype, kv_tokens=512, checks_leases=mode != "off", integrity=mode)
+    engine = lab.engine(kv_dtype=dtype, kv_tokens=192, checks_leases=mode != "off", integrity=mode)
     jobs = [lab.job(p, tenant=f"t{i % 2}", **o) for i, (p, o) in enumerate(zip(prompts, options, strict=True))]
     doomed = lab.job("To be aborted " * 8, max_tokens=50)
     replies = lab.run(engine, doomed, *jobs, on_step=lambda number: number == 9 and engine.cancel(doomed.request_id))
