@@ -20,7 +20,7 @@ from worker.model.token_bytes import token_bytes
 from worker.model_executor import ModelExecutor
 
 MODES = ("off", "lease", "seal", "full")
-ROWS = ((1, 512), (1, 4000), (16, 128), (16, 1000))
+ROWS = ((1, 512), (1, 4000), (16, 128))
 PAGE_SIZE = 16
 STEPS_A_TURN = 4
 STEP_TOKENS = 256
@@ -44,7 +44,7 @@ class _Side:
         self.mode = mode
         self._backend = backend
         self._loaded = load_model(model, backend)
-        num_pages = 16 * (1000 + 400) // PAGE_SIZE
+        num_pages = 16 * (128 + 400) // PAGE_SIZE
         has_seals = mode in {"seal", "full"}
         layout = self._loaded.kv_layout(num_pages, PAGE_SIZE, "fp16")
         self._kv = KvPool.allocate(layout, seal_secret=secrets.token_bytes(32) if has_seals else None)
