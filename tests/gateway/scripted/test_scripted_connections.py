@@ -4,9 +4,13 @@ import asyncio
 import gc
 import json
 
+import pytest
+
 from gateway.connection import Door
 
 
+# Looking at every object touches deprecated ones of torch, where another test has imported it.
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 async def test_lost_connections_are_forgotten(gateway, worker, soon):
     """Clients that leave before, while and after they are answered leave nothing in the tables of idle connections."""
 
