@@ -34,5 +34,5 @@ def verify_pages(
     pages: int, page_keys: int, num_tokens: int, count: int, found: int, pool: tuple[int, ...], num_layers: int
 ) -> None: ...
 def lease_check(
-    tags: int, page_table: int, expected: int, sequences: int, max_pages: int, found: int
+    tags: int, num_pages: int, page_table: int, expected: int, sequences: int, max_pages: int, found: int
 ) -> None: ...

@@ -196,7 +196,7 @@ class _Patient:
             if not is_struck:
                 is_struck = True
                 order = FaultOrder(f"doctor{self._num_prompts}", kind, TenantId(self._stack["tenant"]), -1, STRUCK_PAGE)
-                report = await order_fault(self._stack["redis_url"], order, ModelName(self._stack["model"]), 2.0)
+                report = await order_fault(self._redis, order, ModelName(self._stack["model"]), 2.0)
                 problem = report.problem
         return "".join(text), problem
 

@@ -6,19 +6,16 @@ import time
 from argparse import Namespace
 from typing import Any
 
-from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import RedisError
-
 from protocol.codec import decode, encode
 from protocol.errors import ProtocolError
 from protocol.faults import FAULT_KINDS, ORDER_TTL_S, FaultOrder, FaultReport
 from protocol.ids import ModelName, parse_tenant_id
 from protocol.key_space import KeySpace
-from protocol.redis_url import cluster_node_url
 from sluicegate.environment import data_folder, redis_url
 from sluicegate.errors import CommandError
+from sluicegate.redis_client import run_connected
 
-TIMEOUT_S = 5.0
+OBEYED_WITHIN_S = 5.0
 LOOK_S = 0.05
 
 
@@ -37,32 +34,24 @@ def inject_fault(arguments: Namespace) -> None:
     layer = -1 if arguments.layer is None else arguments.layer
     order = FaultOrder(os.urandom(8).hex(), arguments.kind, tenant, layer, arguments.page)
     url = redis_url(arguments.redis_url, data_folder(arguments.data))
-    try:
-        report = asyncio.run(order_fault(url, order, arguments.model, arguments.wait))
-    except (RedisError, OSError, TimeoutError) as error:
-        raise CommandError(f"cannot reach Redis: {type(error).__name__}: {error}; is the stack up?") from None
+    report = run_connected(url, lambda client: order_fault(client, order, arguments.model, arguments.wait))
     if report.problem:
         raise CommandError(report.problem)
     print(f"struck page {report.page}, layer {report.layer}, of request {report.request_id} of tenant {report.tenant}")
 
 
-async def order_fault(url: str, order: FaultOrder, model: ModelName | None, wait_s: float) -> FaultReport:
+async def order_fault(client: Any, order: FaultOrder, model: ModelName | None, wait_s: float) -> FaultReport:
     """Send an order to the workers of a model (the only one, if none is named); tried again until a request runs that can be struck.
 
     Raises CommandError if no worker obeys.
     """
-    node_url, keys = cluster_node_url(url), KeySpace()
-    kind: Any = Redis if node_url is None else RedisCluster
-    client = kind.from_url(node_url or url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
-    try:
-        model = model or await _only_model(client, keys)
-        until_s = time.monotonic() + wait_s
-        while True:
-            report = await _order_once(client, keys, model, order)
-            if not report.problem.startswith(("no running request", "no other tenant's")) or time.monotonic() > until_s:
-                return report
-    finally:
-        await client.aclose()
+    keys = KeySpace()
+    model = model or await _only_model(client, keys)
+    until_s = time.monotonic() + wait_s
+    while True:
+        report = await _order_once(client, keys, model, order)
+        if not report.problem.startswith(("no running request", "no other tenant's")) or time.monotonic() > until_s:
+            return report
 
 
 async def _only_model(client: Any, keys: KeySpace) -> ModelName:
@@ -79,7 +68,7 @@ async def _order_once(client: Any, keys: KeySpace, model: ModelName, order: Faul
     await client.delete(answer)
     await client.rpush(orders, raw)
     await client.expire(orders, ORDER_TTL_S)
-    until_s = time.monotonic() + TIMEOUT_S
+    until_s = time.monotonic() + OBEYED_WITHIN_S
     while time.monotonic() < until_s:
         if (found := await client.get(answer)) is not None:
             return decode(FaultReport, found)

@@ -8,23 +8,19 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import RedisError
-
 from protocol.errors import DecodeError, ProtocolError
 from protocol.ids import GatewayId, ModelName, parse_model_name
 from protocol.job import Job
 from protocol.key_space import KeySpace
 from protocol.queue_scripts import CANCEL, SUBMIT
-from protocol.redis_url import cluster_node_url
 from protocol.replies import Done, Failed, Reply, decode_replies
 from protocol.scripts import LIVE_MODELS, LIVE_WORKERS, OPEN_REPLIES
 from protocol.signing import open_job, seal_job
 from sluicegate.environment import data_folder, redis_url
 from sluicegate.errors import CommandError
+from sluicegate.redis_client import run_connected
 from sluicegate.secrets import derived_keys
 
-TIMEOUT_S = 5.0
 REPLIES_TTL_MS = 30_000
 _STATES = {"W": "waiting", "L": "running", "H": "handed over", "R": "returned"}
 
@@ -52,21 +48,10 @@ def _with_queue(arguments: Namespace, work: Callable[[_Queue], Awaitable[None]])
     url = redis_url(arguments.redis_url, data)
     signing_key = derived_keys(data).job_signing
 
-    async def connected() -> None:
-        node_url = cluster_node_url(url)
-        kind: Any = Redis if node_url is None else RedisCluster
-        client = kind.from_url(node_url or url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
-        try:
-            await work(_Queue(client, KeySpace(), signing_key))
-        finally:
-            await client.aclose()
-
     try:
-        asyncio.run(connected())
+        run_connected(url, lambda client: work(_Queue(client, KeySpace(), signing_key)))
     except ProtocolError as error:
         raise CommandError(str(error)) from None
-    except (RedisError, OSError, TimeoutError) as error:
-        raise CommandError(f"cannot reach Redis: {type(error).__name__}: {error}; is the stack up?") from None
 
 
 def inspect(arguments: Namespace) -> None:

@@ -1,13 +1,9 @@
 """Commands that speak straight to Redis, with the installation's secrets."""
 
-import asyncio
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
-
-from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import RedisError
 
 from gateway.price_store import PriceStore
 from gateway.share_store import ShareStore
@@ -15,12 +11,10 @@ from gateway.tenant_store import TenantStore, TenantStoreError
 from protocol.errors import ProtocolError
 from protocol.ids import TenantId, parse_tenant_id
 from protocol.key_space import KeySpace
-from protocol.redis_url import cluster_node_url
 from sluicegate.environment import data_folder, redis_url
 from sluicegate.errors import CommandError
+from sluicegate.redis_client import run_connected
 from sluicegate.secrets import derived_keys
-
-TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +41,10 @@ def with_stores(arguments: Namespace, work: Callable[[Stores], Awaitable[None]])
     url = redis_url(arguments.redis_url, data)
     pepper = derived_keys(data).key_pepper
 
-    async def connected() -> None:
-        node_url = cluster_node_url(url)
-        kind: Any = Redis if node_url is None else RedisCluster
-        client = kind.from_url(node_url or url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
-        try:
-            await work(stores_of(client, pepper))
-        finally:
-            await client.aclose()
-
     try:
-        asyncio.run(connected())
+        run_connected(url, lambda client: work(stores_of(client, pepper)))
     except (TenantStoreError, ProtocolError) as error:
         raise CommandError(str(error)) from None
-    except (RedisError, OSError, TimeoutError) as error:
-        raise CommandError(f"cannot reach Redis: {type(error).__name__}: {error}; is the stack up?") from None
     except ValueError as error:  # a field of a record that can't be
         raise CommandError(str(error)) from None
 

@@ -7,6 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.backend import Backend
+from kernels.lease_check import lease_check
 from worker.cache.page_pool import PagePool
 from worker.executor import prompt_logit_positions
 from worker.model.step import StepInput
@@ -24,16 +26,17 @@ class Batch:
     chunks: ListLike[Chunk]
     step: StepInput
     prompt_rows: ListLike[int]
-    expected_tags: npt.NDArray[np.uint64]  # [num_chunks, max_pages], 0 where the table is padding
+    expected_tags: torch.Tensor  # int64 [num_chunks, max_pages], 0 where the table is padding
+    backend: Backend
 
     def stale_chunks(self, pool: PagePool) -> list[Chunk]:
         """Chunks whose table leads to a page of another life or owner, read through the table that attention will use."""
-        pages = self.step.page_table.numpy()
-        is_wrong = (pool.tags[pages] != self.expected_tags) & (self.expected_tags != 0)
-        return [chunk for chunk, wrong in zip(self.chunks, is_wrong.any(axis=1), strict=True) if wrong]
+        tags = torch.from_numpy(pool.tags.view(np.int64))
+        found = lease_check(tags, self.step.page_table, self.expected_tags, backend=self.backend)
+        return [chunk for chunk, place in zip(self.chunks, found.tolist(), strict=True) if place >= 0]
 
 
-def build_batch(chunks: ListLike[Chunk], page_size: int) -> Batch:
+def build_batch(chunks: ListLike[Chunk], page_size: int, backend: Backend) -> Batch:
     """Lay out the chunks one after the other; all rows of a sequence are adjacent and ascending."""
     page_table, expected_tags = _page_tables(chunks, page_size)
     counts = np.array([chunk.count for chunk in chunks])
@@ -51,7 +54,7 @@ def build_batch(chunks: ListLike[Chunk], page_size: int) -> Batch:
         row_sequence=torch.from_numpy(row_sequence),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
     )
-    return Batch(chunks, step, prompt_rows, expected_tags)
+    return Batch(chunks, step, prompt_rows, torch.from_numpy(expected_tags.view(np.int64)), backend)
 
 
 def _page_tables(chunks: ListLike[Chunk], page_size: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]:

@@ -123,10 +123,10 @@ class Engine:
         return self._parts.namespaces.namespace(job.tenant, job.cache_salt, job.share_group, job.tenant_since_ms)
 
     def forget(self, tenant: TenantId) -> None:
-        """A tenant was deleted: end its requests, and put its pages out of reach until they are zeroed, at the end of this step or the next."""
+        """A tenant was deleted: end its requests, and zero every page that was last its own, those that are free again included."""
+        self.cache.quarantine([Lease(page, 0) for page in self.cache.pool.pages_of(tenant)])
         for request in [r for r in self._requests.values() if r.job.tenant == tenant]:
             self._fail(request, "cancelled", "the tenant was deleted")
-        self.cache.quarantine([Lease(page, 0) for page in self.cache.pool.pages_of(tenant)])
         self.integrity.scrub(0)
 
     def cancel(self, request_id: RequestId) -> None:

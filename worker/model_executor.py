@@ -48,7 +48,7 @@ class ModelExecutor:
 
     def build(self, chunks: ListLike[Chunk]) -> Batch:
         """The tensors of one forward pass."""
-        return build_batch(chunks, self.page_size)
+        return build_batch(chunks, self.page_size, self._backend)
 
     def run(self, batch: StepBatch, pool: PagePool) -> list[ChunkResult]:
         """Seal what the step writes to, forward, then sample all due rows of sequences whose pages were found sound."""

@@ -157,13 +157,16 @@ NB_MODULE(_native, m) {
                 num_layers);
         });
     });
-    m.def("lease_check", [](uintptr_t tags, uintptr_t page_table, uintptr_t expected, int64_t sequences, int64_t max_pages, uintptr_t found) {
+    m.def("lease_check", [](uintptr_t tags, int64_t num_pages, uintptr_t page_table, uintptr_t expected, int64_t sequences,
+                            int64_t max_pages, uintptr_t found) {
         submit([=] {
             for (int64_t i = 0; i < sequences; ++i) {
                 int64_t place = -1;
                 for (int64_t j = 0; j < max_pages && place < 0; ++j) {
                     const uint64_t wanted = at<const uint64_t>(expected)[i * max_pages + j];
-                    if (wanted != 0 && at<const uint64_t>(tags)[at<const int32_t>(page_table)[i * max_pages + j]] != wanted) place = j;
+                    const int64_t page = at<const int32_t>(page_table)[i * max_pages + j];
+                    const bool is_outside = page < 0 || page >= num_pages;
+                    if (wanted != 0 && (is_outside || at<const uint64_t>(tags)[page] != wanted)) place = j;
                 }
                 at<int64_t>(found)[i] = place;
             }

@@ -9,20 +9,17 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 import aiohttp
 import pytest
 
-from protocol.job import Job
 from sluicegate.fleet import Fleet, Gateway, open_fleet
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 REQUEST_TIMEOUT_S = 90.0
-# Whether a request survives the death of its worker; without, it must end with an error.
-RESUMES = "progress" in {each.name for each in fields(Job)}
 SYNTHETIC = ("--engine", "synthetic", "--max-sequences", "16", "--kv-tokens", "65536")
 
 
@@ -198,8 +195,3 @@ def new_arena(tmp_path: Path) -> Callable[..., object]:
         return open_arena(tmp_path / "fleet", gateways, workers, (*engine, *flags), **options)
 
     return opened
-
-
-@pytest.fixture
-def resumes() -> bool:
-    return RESUMES

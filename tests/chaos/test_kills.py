@@ -42,7 +42,7 @@ async def _under_load(arena, disturb) -> None:
         await asyncio.wait(clients)
 
 
-def _check_answers(arena, expected: dict[str, str], *, resumes: bool) -> None:
+def _check_answers(arena, expected: dict[str, str]) -> None:
     num_complete = 0
     for body, outcome in arena.outcomes:
         prompt = body["messages"][0]["content"]
@@ -53,12 +53,11 @@ def _check_answers(arena, expected: dict[str, str], *, resumes: bool) -> None:
         else:
             # Even one that was cut off said nothing but the beginning of its answer.
             assert expected[prompt].startswith(outcome.text)
-            allowed = REFUSED if resumes else REFUSED | {"worker_lost"}
-            assert outcome.is_lost or outcome.error in allowed, outcome
+            assert outcome.is_lost or outcome.error in REFUSED, outcome
     assert num_complete > len(PROMPTS)
 
 
-async def test_workers_that_are_killed(new_arena, resumes) -> None:
+async def test_workers_that_are_killed(new_arena) -> None:
     """kill -9 in the middle of streams, again and again."""
     async with new_arena(1, 3, "--decode-rate", "40") as arena:
         expected = await _undisturbed(arena)
@@ -69,10 +68,10 @@ async def test_workers_that_are_killed(new_arena, resumes) -> None:
                 await asyncio.sleep(arena.random.uniform(0.5, 2.5))
 
         await _under_load(arena, disturb)
-        _check_answers(arena, expected, resumes=resumes)
+        _check_answers(arena, expected)
 
 
-async def test_workers_that_stall_and_wake_up(new_arena, resumes) -> None:
+async def test_workers_that_stall_and_wake_up(new_arena) -> None:
     """SIGSTOP until others have taken over, then SIGCONT: what the zombie still writes reaches nobody."""
     async with new_arena(1, 3, "--decode-rate", "40") as arena:
         expected = await _undisturbed(arena)
@@ -82,10 +81,10 @@ async def test_workers_that_stall_and_wake_up(new_arena, resumes) -> None:
                 await arena.freeze_worker(seconds=6.0)
 
         await _under_load(arena, disturb)
-        _check_answers(arena, expected, resumes=resumes)
+        _check_answers(arena, expected)
 
 
-async def test_gateways_that_are_killed(new_arena, resumes) -> None:
+async def test_gateways_that_are_killed(new_arena) -> None:
     """Clients of the other gateway notice nothing, and the jobs of the dead one don't hold the workers up."""
     async with new_arena(2, 2, "--decode-rate", "40") as arena:
         expected = await _undisturbed(arena)
@@ -96,17 +95,15 @@ async def test_gateways_that_are_killed(new_arena, resumes) -> None:
                 await arena.fleet.wait_until_ready()
 
         await _under_load(arena, disturb)
-        _check_answers(arena, expected, resumes=resumes)
+        _check_answers(arena, expected)
         assert any(outcome.is_lost for _, outcome in arena.outcomes)
         async with asyncio.timeout(60):
             while any(status["running_sequences"] for status in await arena.fleet.statuses()):
                 await asyncio.sleep(0.2)
 
 
-async def test_the_real_engine_goes_on_where_it_was_killed(new_arena, resumes, smollm2_path) -> None:
+async def test_the_real_engine_goes_on_where_it_was_killed(new_arena, smollm2_path) -> None:
     """The worker of a stream dies in the middle of it: the answer is that of an undisturbed one, word for word."""
-    if not resumes:
-        pytest.skip("this build ends a request with an error when its worker dies")
     engine = ("--model", str(smollm2_path), "--name", "small", "--kv-tokens", "4096")
     async with new_arena(1, 2, engine=engine, model="small") as arena:
         body = arena.body("Tell me about the sea.", max_tokens=60)

@@ -86,7 +86,7 @@ def _plain(client: redis.Redis) -> str:
     return "\n".join(f"{key}:{value}" for key, value in found.items()) if isinstance(found, dict) else str(found)
 
 
-async def _serves(arena, *, resumes: bool) -> None:
+async def _serves(arena) -> None:
     body = arena.body("A question.", max_tokens=60)
     expected = await arena.ask(body)
     assert expected.is_complete, expected
@@ -98,7 +98,7 @@ async def _serves(arena, *, resumes: bool) -> None:
     await asyncio.sleep(0.5)
     await arena.kill_worker()
     for outcome in await asyncio.gather(*disturbed):
-        assert expected == outcome or (not resumes and outcome.error == "worker_lost"), outcome
+        assert expected == outcome
     await arena.fleet.wait_until_ready()
     assert expected == await arena.ask(body)
     async with asyncio.timeout(30):
@@ -128,8 +128,8 @@ async def _operates(arena) -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", ["cluster", "single"], ids=["cluster of three", "redis 7"])
-async def test_the_same_code_serves(kind: str, new_arena, resumes, request) -> None:
+async def test_the_same_code_serves(kind: str, new_arena, request) -> None:
     """Streams, an abandoned stream, ten streams whose worker dies, usage."""
     url = request.getfixturevalue(f"{kind}_url")
     async with new_arena(2, 2, "--decode-rate", "40", redis_url=url) as arena:
-        await _serves(arena, resumes=resumes)
+        await _serves(arena)

@@ -94,9 +94,8 @@ class PagePool:
         return self._generation[page]
 
     def pages_of(self, owner: str) -> list[PageId]:
-        """Pages that hold something of a tenant's: held, cached or in quarantine."""
-        free = set(self._free)
-        return [PageId(page) for page, name in enumerate(self._owners) if name == owner and page not in free]
+        """Pages that may hold bytes of a tenant's: those that were last its own, whatever state they're in."""
+        return [PageId(page) for page, name in enumerate(self._owners) if name == owner]
 
     def set_whole(self, page: PageId, key: int) -> None:
         """A held page is complete, and sealed with this key."""
@@ -136,6 +135,7 @@ class PagePool:
         if self._holders[page]:
             return False
         self._quarantined.remove(page)
+        self._owners[page] = ""
         self._set_free(page)
         return True
 
@@ -158,7 +158,6 @@ class PagePool:
     def _set_free(self, page: PageId) -> None:
         self.tags[page] = 0
         self._whole.pop(page, None)
-        self._owners[page] = ""
         self._free.append(page)
 
     def check_invariants(self) -> None:

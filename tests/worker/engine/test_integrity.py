@@ -180,6 +180,44 @@ def test_random_bit_flips_are_all_found(lab) -> None:
     assert 40 == found
 
 
+@pytest.mark.parametrize("mode", ["off", "full"])
+def test_a_forgotten_tenant_leaves_no_byte(lab, result_of, clean, mode) -> None:
+    """Running, cached and long freed pages of a deleted tenant are zero; the other tenant's answer goes on."""
+    engine = lab.engine(kv_dtype="fp16", integrity=mode)
+    kv, pool = engine.executor.kv, engine.cache.pool
+    lab.run(engine, lab.job("Gone already: " * 5, max_tokens=3), lab.job(NEIGHBOUR, tenant="other", max_tokens=3))
+
+    def forget(number: int) -> None:
+        if number == 6:
+            assert len(pool.pages_of("t")) > 4
+            engine.forget("t")
+            assert [] == pool.pages_of("t")
+            kept = set(pool.pages_of("other"))
+            others = [page for page in range(pool.num_pages) if page not in kept]
+            assert not bool(kv.k[:, others].view(torch.uint8).any())
+            assert not bool(kv.v[:, others].view(torch.uint8).any())
+
+    victim, neighbour = _run(lab, engine, forget)
+    assert "cancelled" == victim[-1].code
+    assert clean[NEIGHBOUR] == result_of(neighbour)
+    assert 0 == pool.num_quarantined
+
+
+def test_a_table_that_leads_outside_the_pool_is_healed(lab, result_of, clean) -> None:
+    """An entry beyond the last page is noticed like one that leads to another page; the worker lives."""
+    engine = lab.engine(kv_dtype="fp16")
+
+    def strike(number: int) -> None:
+        if number == 6:
+            (sequence,) = [s for s in engine.scheduler.running if s.tenant == "t"]
+            sequence.table.pages[1] = engine.cache.pool.num_pages
+
+    victim, neighbour = _run(lab, engine, strike)
+    assert clean[VICTIM] == result_of(victim)
+    assert clean[NEIGHBOUR] == result_of(neighbour)
+    assert ["lease"] == [event.kind for event in engine.integrity.take_events()]
+
+
 def test_what_cannot_be_struck_is_an_error(lab) -> None:
     """No request, an unknown kind, a layer that isn't there, forged seals where there are none."""
     engine = lab.engine()
