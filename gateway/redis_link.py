@@ -14,9 +14,10 @@ import structlog
 from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError
+from redis.exceptions import OutOfMemoryError, RedisError
 
 from gateway.errors import unavailable
+from gateway.scripts import run_script
 from protocol.key_space import KeySpace
 from protocol.link_state import LinkState
 from protocol.queue_lua import Script
@@ -74,10 +75,7 @@ class RedisLink:
 
     async def run(self, script: Script, keys: list[str], *arguments: Any) -> Any:
         """A script's result; one that Redis has forgotten is sent again."""
-        try:
-            return await self.commands.evalsha(script.sha, len(keys), *keys, *arguments)
-        except NoScriptError:
-            return await self.commands.eval(script.text, len(keys), *keys, *arguments)
+        return await run_script(self.commands, script.text, keys, list(arguments))
 
     async def call(self, command: Awaitable[T]) -> T:
         """A command's result; raises ApiError 503 if Redis doesn't give one."""
