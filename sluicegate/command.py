@@ -16,6 +16,7 @@ from sluicegate.environment import DEFAULT_REDIS_URL
 from sluicegate.errors import CommandError
 from sluicegate.gateway_flags import add_limits
 from sluicegate.model_store import DEFAULT_MODEL
+from sluicegate.plan.flags import add_plan
 from sluicegate.tenancy_flags import add_tenancy
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -97,6 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_tenancy(commands, _add, _redis)
     _add_queue(commands)
     _add_models(commands)
+    add_plan(commands, _add)
     _add_chat(commands)
     _add_config(commands)
     _add_faults(commands)

@@ -116,6 +116,7 @@ def test_every_package_lists_its_files() -> None:
         "worker",
         "protocol",
         "sluicegate",
+        "sluicegate/plan",
         "worker/cache",
         "worker/model",
         "worker/synthetic",
