@@ -37,6 +37,7 @@ from gateway.parts import PARTS, Parts
 from gateway.price_store import PriceBook, PriceStore
 from gateway.redis_link import RedisLink, open_redis
 from gateway.reply_reader import ReplyReader
+from gateway.routing import Router
 from gateway.settings import GatewaySettings, SettingsError
 from gateway.share_book import ShareBook
 from gateway.share_store import ShareStore
@@ -114,12 +115,14 @@ async def running_parts(settings: GatewaySettings, tracer: Any | None = None) ->
         bounds = QueueBounds(
             settings.max_waiting_jobs, settings.max_waiting_tokens, settings.max_tenant_jobs, settings.max_tenant_tokens
         )
-        submitter = Submitter(link, settings.job_signing_key, bounds)
+        counts = Metrics()
+        router = Router(link.keys, directory, settings.routing_key, counts.routed)
+        submitter = Submitter(link, settings.job_signing_key, bounds, router)
         watch = TenancyWatch(link)
         stack.push_async_callback(watch.close)
         ledger, upkeep = _accounts(settings, link, watch)
         shares = ShareBook(link, ShareStore(link.commands, link.keys, settings.key_pepper), watch)
-        generations = Generations(settings, link, reader, submitter, ledger, shares)
+        generations = Generations(settings, link, reader, submitter, ledger, shares, router)
         directory.on_refresh = Liveness(link, reader, submitter).look
         auth = Authenticator(link, store, watch, settings.key_pepper, settings.admin_key, settings.key_cache_s)
         watch.on_change, watch.on_poll = auth.forget, AccessGuard(auth, generations).check
@@ -137,9 +140,7 @@ async def running_parts(settings: GatewaySettings, tracer: Any | None = None) ->
         stack.push_async_callback(_cancel, tasks)
         stack.push_async_callback(generations.close)
         bodies, traces = BodyMemory(settings.max_buffered_bytes), Tracing(tracer)
-        yield Parts(
-            settings, link, auth, watch, directory, intake, reader, generations, Metrics(), bodies, traces, tasks
-        )
+        yield Parts(settings, link, auth, watch, directory, intake, reader, generations, counts, bodies, traces, tasks)
 
 
 def _accounts(settings: GatewaySettings, link: RedisLink, watch: TenancyWatch) -> tuple[Ledger, Upkeep]:

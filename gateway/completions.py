@@ -16,6 +16,7 @@ from gateway.intake.call import GenerationCall
 from gateway.limits.caller_view import check_samples, models_of
 from gateway.middleware import RATE_HEADERS
 from gateway.parts import PARTS, Parts
+from gateway.routing import session_of
 from gateway.shapes import ChatShaper, CompletionShaper, Shaper
 from gateway.sse import DONE, KEEP_ALIVE, EventStream, SlowReader, event
 from protocol.replies import Delta, Failed
@@ -49,10 +50,11 @@ async def _answer(request: web.Request, kind: Literal["chat", "completion"]) -> 
 async def _admitted(
     request: web.Request, parts: Parts, kind: Literal["chat", "completion"], caller: Principal
 ) -> web.StreamResponse:
+    session = session_of(request)
     call = await _prepared(request, parts, kind, caller)
     check_samples(caller, call)
     started_s = time.monotonic()
-    async with parts.generations.open(call, caller) as generation:
+    async with parts.generations.open(call, caller, session) as generation:
         request[RATE_HEADERS] = generation.account.headers
         structlog.contextvars.bind_contextvars(request_id=generation.account.id)
         shaper = await _shaper(parts, call)

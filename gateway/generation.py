@@ -16,6 +16,7 @@ from gateway.metrics import JobMoment, tenant_class
 from gateway.pending_job import PendingJob
 from gateway.redis_link import RedisLink
 from gateway.reply_reader import ReplyReader
+from gateway.routing import Router
 from gateway.settings import GatewaySettings
 from gateway.share_book import ShareBook
 from gateway.submitter import Submitter, now_ms
@@ -76,6 +77,7 @@ class Generations:
         submitter: Submitter,
         ledger: Ledger,
         shares: ShareBook,
+        router: Router,
     ) -> None:
         self._settings = settings
         self._link = link
@@ -83,15 +85,24 @@ class Generations:
         self._submitter = submitter
         self._ledger = ledger
         self._shares = shares
+        self._router = router
         self._open: set[Generation] = set()
 
     @asynccontextmanager
-    async def open(self, call: GenerationCall, caller: Principal) -> AsyncIterator[Generation]:
-        """Admit a call and submit its jobs; whatever way the block is left, none of them is left behind. Raises ApiError."""
+    async def open(
+        self, call: GenerationCall, caller: Principal, session: str | None = None
+    ) -> AsyncIterator[Generation]:
+        """Admit a call of a client's session, if it has named one, and submit its jobs; whatever way the block is left, none of them is left behind.
+
+        Raises ApiError.
+        """
         mailbox = Mailbox()
         timeout_s = call.timeout_s or self._settings.request_timeout_s
         group = await self._shares.identity(caller.tenant, call.share_group)
-        pending = [self._pending(call, slot, mailbox, caller, timeout_s, group) for slot in range(len(call.prompts))]
+        name = self._router.session(ModelName(call.model), caller.tenant, caller.record.created_ms, session)
+        jobs = (self._job(call, slot, caller, timeout_s, group, name) for slot in range(len(call.prompts)))
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        pending = [PendingJob(job, slot, mailbox, deadline_s) for slot, job in enumerate(jobs)]
         account = await self._ledger.admit(call, caller, pending)
         generation = Generation(mailbox, pending, caller, account)
         for job in pending:
@@ -140,13 +151,15 @@ class Generations:
         await self._ledger.close()
         await self._submitter.close()
 
-    def _pending(
-        self, call: GenerationCall, slot: int, mailbox: Mailbox, caller: Principal, timeout_s: float, group: str | None
-    ) -> PendingJob:
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
-        return PendingJob(self._job(call, slot, caller, timeout_s, group), slot, mailbox, deadline_s)
-
-    def _job(self, call: GenerationCall, slot: int, caller: Principal, timeout_s: float, group: str | None) -> Job:
+    def _job(
+        self,
+        call: GenerationCall,
+        slot: int,
+        caller: Principal,
+        timeout_s: float,
+        group: str | None,
+        session: bytes | None,
+    ) -> Job:
         created_ms = now_ms()
         sampling = call.samplings[slot]
         return Job(
@@ -166,6 +179,7 @@ class Generations:
             trace_context=current_context(),
             share_group=group,
             tenant_since_ms=caller.record.created_ms,
+            session=session,
         )
 
     def _salt(self, owner: str, salt: str | None) -> str | None:

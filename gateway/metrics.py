@@ -62,6 +62,10 @@ class Metrics:
             "sluicegate_inter_token_seconds", "Between two writes of a stream.", ["model"],
             buckets=_ITL_BUCKETS, registry=self._registry,
         )  # fmt: skip
+        self._routed = Counter(
+            "sluicegate_routed_jobs", "Jobs by what came of choosing a worker that holds their prefix or session.",
+            ["model", "outcome"], registry=self._registry,
+        )  # fmt: skip
         self._jobs = self._gauge("jobs", "Jobs of this gateway by state.", "model", "tenant_class", "state")
         self._oldest = self._gauge("oldest_queued_seconds", "How long the oldest queued job waits.", "tenant_class")
         self._open = self._gauge("open_requests", "Requests being answered.")
@@ -77,6 +81,10 @@ class Metrics:
     def request(self, route: str, status: int) -> None:
         """A request has ended."""
         self._requests.labels(route, str(status)).inc()
+
+    def routed(self, model: str, outcome: str) -> None:
+        """A job was submitted while there was a choice of workers."""
+        self._routed.labels(model, outcome).inc()
 
     def first_token(self, model: str, seconds: float) -> None:
         """A request's first token has come."""

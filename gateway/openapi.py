@@ -7,7 +7,9 @@ from aiohttp import web
 from gateway.intake import field_table as table
 from gateway.intake.field_table import Boolean, Integer, Number, Row, Special, Text
 from gateway.parts import PARTS
+from gateway.routing import SESSION_HEADER
 from gateway.settings import GatewaySettings
+from protocol.routing import MAX_SESSION_LENGTH
 
 Schema = dict[str, Any]
 
@@ -90,7 +92,13 @@ def _generation(summary: str, request: str, answer: str) -> Schema:
     content = {"application/json": {"schema": _ref(request)}}
     ok = _json(answer)
     ok["content"]["text/event-stream"] = {"schema": _object(data=_TEXT)}
-    return {**_operation(summary, ok), "requestBody": {"required": True, "content": content}}
+    session = {
+        "name": SESSION_HEADER, "in": "header", "required": False,
+        "description": "Requests of one session go to one worker while that has room.",
+        "schema": {"type": "string", "pattern": f"^[!-~]{{1,{MAX_SESSION_LENGTH}}}$"},
+    }  # fmt: skip
+    body = {"required": True, "content": content}
+    return {**_operation(summary, ok), "parameters": [session], "requestBody": body}
 
 
 def _one_model() -> Schema:

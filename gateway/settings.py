@@ -46,6 +46,7 @@ class GatewaySettings:
     metrics_port: int | None = None
     lease_s: float = 15.0  # after which what a dead gateway's requests held is free again
     usage_rows_days: int = 35
+    routing_key: bytes = field(default=b"", repr=False)  # without it jobs go to whichever worker asks first
 
     def __post_init__(self) -> None:
         for name in ("port", "metrics_port"):

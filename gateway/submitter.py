@@ -12,10 +12,13 @@ import structlog
 from gateway.errors import ApiError, overloaded, unavailable
 from gateway.pending_job import PendingJob
 from gateway.redis_link import NETWORK_ERRORS, RETRY_S, RedisLink
+from gateway.routing import MANY_TOKENS, NO_ROUTE, Route, Router
 from protocol.ids import GatewayId, ModelName, RequestId
 from protocol.job import Job
-from protocol.queue_scripts import ABANDON, CANCEL, EXPIRED, LOST, RESUME, SUBMIT
+from protocol.pull_script import HOLD_MS
+from protocol.queue_scripts import ABANDON, CANCEL, EXPIRED, LOST, RESUME
 from protocol.signing import seal_job
+from protocol.submit_script import SUBMIT
 
 _log = structlog.get_logger(__name__)
 
@@ -24,6 +27,7 @@ KEEP_TRYING_S = 120.0
 CLOSE_S = 2.0
 MAX_EXPIRED = 500
 UNBOUNDED = 1 << 50
+HOLD_S = HOLD_MS / 1000 + 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +43,11 @@ class QueueBounds:
 class Submitter:
     """Signs and submits, continues, takes back. Taking back goes on in the background, whatever happens to the request."""
 
-    def __init__(self, link: RedisLink, signing_key: bytes, bounds: QueueBounds) -> None:
+    def __init__(self, link: RedisLink, signing_key: bytes, bounds: QueueBounds, router: Router) -> None:
         self._link = link
         self._signing_key = signing_key
         self._bounds = bounds
+        self._router = router
         self._background: set[asyncio.Task[None]] = set()
 
     async def submit(self, pending: PendingJob, weight: float) -> None:
@@ -111,9 +116,9 @@ class Submitter:
 
     async def _submit(self, pending: PendingJob, weight: float) -> None:
         job = pending.job
-        envelope = await self._sealed(job)
+        envelope, route = await self._sealed(job), await self._router.route(job)
         try:
-            result = await self._link.call(self._send(job, envelope, weight))
+            result = await self._link.call(self._send(job, envelope, weight, route))
         except ApiError:
             # It may have been carried out all the same, now or when Redis comes back.
             self.withdraw(pending)
@@ -126,21 +131,40 @@ class Submitter:
             wait_s = min(max(math.ceil(result[2] / 1000), 1), MAX_RETRY_AFTER_S)
             raise overloaded(f"{whose} for this model is full.", wait_s)
         pending.is_accepted = True
-        pending.heard_s = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        pending.heard_s = loop.time()
+        if route.keys:
+            choice = result[2].decode()
+            self._router.on_outcome(job.model, choice)
+            if choice == "held":
+                loop.call_later(HOLD_S, self._offer, pending)
 
-    async def _send(self, job: Job, envelope: bytes, weight: float, *, force: bool = False) -> Any:
+    async def _send(
+        self, job: Job, envelope: bytes, weight: float, route: Route = NO_ROUTE, *, force: bool = False
+    ) -> Any:
         bounds = self._bounds
-        keys = [*self._fixed(job.model), self._line(job), self._link.keys.workers(job.model)]
+        keys = [*self._fixed(job.model), self._line(job), self._link.keys.workers(job.model), *route.keys]
         return await self._link.run(
             SUBMIT, keys, job.request_id, envelope, job.line, job.gateway_id, job.attempt, len(job.prompt_token_ids),
             min(job.max_output_tokens, UNBOUNDED), weight, bounds.jobs, bounds.tokens, bounds.tenant_jobs,
-            bounds.tenant_tokens, int(force),
+            bounds.tenant_tokens, int(force), *route.arguments,
         )  # fmt: skip
 
     async def _sealed(self, job: Job) -> bytes:
-        if len(job.prompt_token_ids) > 50_000:
+        if len(job.prompt_token_ids) > MANY_TOKENS:
             return await asyncio.to_thread(seal_job, self._signing_key, job)
         return seal_job(self._signing_key, job)
+
+    def _offer(self, pending: PendingJob) -> None:
+        """The worker that a job was kept for has not begun: any other may have it, and should look."""
+        if not pending.is_finished and not pending.has_started:
+            self._in_background(self._ring(pending.model))
+
+    async def _ring(self, model: ModelName) -> None:
+        try:
+            await self._link.commands.lpush(self._link.keys.queue(model).doorbell, 1)
+        except NETWORK_ERRORS as error:
+            self._link.failed(error)  # workers look once a second all the same
 
     async def _withdraw_when_sent(self, sending: "asyncio.Future[None]", pending: PendingJob) -> None:
         try:

@@ -77,6 +77,7 @@ class Job:
     trace_context: str | None = None  # a W3C traceparent
     share_group: str | None = None  # the identity of a group that the tenant was found to be in
     tenant_since_ms: int = 0  # when the tenant was made: a later one of the same name is another
+    session: bytes | None = field(default=None, repr=False)  # the digest of the client's session (protocol.routing)
 
     @property
     def line(self) -> str:

@@ -35,6 +35,8 @@ class QueueKeys:
     pace      hash: how long answers are and how fast work gets done; has a time to live
     lines     set: names of the lines that exist
     doorbell  list: one item for each idle worker that should look
+    waiting   sorted set, all scores 0: `LINE ENTRY ID WORKER` of each waiting job, in the order of the lines; the worker that should have it, if any
+    room      sorted set: workers that can take a job -> until when that's believed, in Redis time (ms) x 1000, plus the jobs that they're at
     """
 
     live: str
@@ -48,6 +50,8 @@ class QueueKeys:
     pace: str
     lines: str
     doorbell: str
+    waiting: str
+    room: str
 
     def all(self) -> list[str]:
         """In the order that scripts expect."""
@@ -83,6 +87,14 @@ class KeySpace:
     def worker(self, model: ModelName, worker_id: WorkerId) -> str:
         """A worker's encoded WorkerStatus, with a TTL."""
         return f"{self.prefix}:{{{model}}}:worker:{worker_id}"
+
+    def held(self, model: ModelName, worker_id: WorkerId) -> str:
+        """Set of digests of prefixes and sessions that a worker holds (protocol.routing), with a TTL."""
+        return f"{self.prefix}:{{{model}}}:held:{worker_id}"
+
+    def bell(self, model: ModelName, worker_id: WorkerId) -> str:
+        """List with one item for each job that a worker should look for; with a TTL."""
+        return f"{self.prefix}:{{{model}}}:bell:{worker_id}"
 
     def card(self, model: ModelName, digest: str) -> str:
         """An encoded ModelCard under the hex sha256 of its encoding, with a TTL that workers renew."""

@@ -1,7 +1,9 @@
 """What the queue's scripts share: reading and writing a job's record, counting, and forgetting a job. See `queue_scripts`."""
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+
+from protocol.key_space import QueueKeys
 
 OUTPUT_WEIGHT = 2  # an output token costs as much as two prompt tokens
 FIRST_GUESS_TOKENS = 128  # how long answers are thought to be before one has been seen
@@ -10,6 +12,8 @@ MAX_DEAD = 1000
 KEEP_DEAD_S = 7 * 24 * 3600
 KEEP_PACE_S = 3600
 KEEP_QUEUE_S = 2 * 3600  # longer than any request may take
+KEEP_RINGS_S = 60
+NUM_FIXED = len(fields(QueueKeys))
 BATCH_EVERY = 16  # each time that so many jobs were pulled, the batch class goes first: it's never starved
 
 
@@ -25,8 +29,8 @@ class Script:
 
 
 PRELUDE = f"""
-local LIVE, LEASES, RETURNED, RESUMES, FAIR, READY_I, READY_B, LOAD, PACE, LINES, BELL = unpack(KEYS, 1, 11)
-local GROUP, NOBODY = 'workers', '-'
+local LIVE, LEASES, RETURNED, RESUMES, FAIR, READY_I, READY_B, LOAD, PACE, LINES, BELL, WAITING, ROOM = unpack(KEYS, 1, {NUM_FIXED})
+local FIXED, GROUP, NOBODY = {NUM_FIXED}, 'workers', '-'
 
 local function now_ms()
   local t = redis.call('TIME')
@@ -59,13 +63,20 @@ local function less(name, by)
   if redis.call('HINCRBY', LOAD, name, -by) <= 0 then redis.call('HDEL', LOAD, name) end
 end
 
+-- A waiting job among the others, by line and age. Its owner is the worker that should have it, if there's one.
+local function place_of(id, r)
+  local ms, number = r.entry:match('^(%d+)-(%d+)$')
+  return string.format('%s %s-%06d %s %s', r.line, ms, number, id, r.owner)
+end
+
 -- A job of a line doesn't wait any more.
-local function unwait(line, charge)
-  local ready, tenant = split(line)
-  less('n', 1); less('t', charge); less('n:' .. tenant, 1); less('t:' .. tenant, charge)
-  local left = redis.call('HINCRBY', LOAD, 'l:' .. line, -1)
+local function unwait(id, r)
+  local ready, tenant = split(r.line)
+  redis.call('ZREM', WAITING, place_of(id, r))
+  less('n', 1); less('t', r.charge); less('n:' .. tenant, 1); less('t:' .. tenant, r.charge)
+  local left = redis.call('HINCRBY', LOAD, 'l:' .. r.line, -1)
   if left <= 0 then
-    redis.call('HDEL', LOAD, 'l:' .. line)
+    redis.call('HDEL', LOAD, 'l:' .. r.line)
     redis.call('ZREM', ready, tenant)
     redis.call('HSET', FAIR, 'floor', redis.call('HGET', FAIR, 'v:' .. tenant) or 0)
   end
@@ -82,7 +93,8 @@ end
 
 -- Forget a job. The last one of a line takes its stream along, the last one of all the whole queue.
 local function drop(id, r, stream)
-  if r.state == 'W' then unwait(r.line, r.charge) end
+  if r.state == 'W' then unwait(id, r) end
+  less('e:' .. r.line, 1)
   redis.call('XACK', stream, GROUP, r.entry)
   redis.call('XDEL', stream, r.entry)
   redis.call('HDEL', LIVE, id)
@@ -93,7 +105,7 @@ local function drop(id, r, stream)
     redis.call('SREM', LINES, r.line)
   end
   if redis.call('EXISTS', LIVE) == 0 then
-    redis.call('DEL', RETURNED, RESUMES, FAIR, READY_I, READY_B, LOAD, LINES)
+    redis.call('DEL', RETURNED, RESUMES, FAIR, READY_I, READY_B, LOAD, LINES, WAITING)
   end
 end
 
@@ -115,8 +127,9 @@ local function settle(r, cost, output)
   redis.call('EXPIRE', PACE, {KEEP_PACE_S})
 end
 
-local function ring()
-  if redis.call('LLEN', BELL) < {MAX_RINGS} then redis.call('LPUSH', BELL, 1) end
+local function ring(bell)
+  if redis.call('LLEN', bell) < {MAX_RINGS} then redis.call('LPUSH', bell, 1) end
+  redis.call('EXPIRE', bell, {KEEP_RINGS_S})
 end
 
 local function ensure_group(stream)

@@ -368,7 +368,7 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--only",
         action="append",
-        choices=("latency", "streams", "fairness", "scale"),
+        choices=("latency", "streams", "fairness", "routing", "scale"),
         help="only this part (repeatable)",
     )
     parser.add_argument("--seconds", type=_seconds, metavar="S", default=6.0, help="how long each number is measured")

@@ -48,6 +48,10 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         "--metrics-port", type=whole(0, 65535), metavar="P",
         help="serve /metrics and /health here too, without a key (default: /metrics on the main port, with an admin key)",
     )  # fmt: skip
+    parser.add_argument(
+        "--routing", choices=("on", "off"), default="on",
+        help="send jobs to workers that hold their prefix or session; off: to whichever asks first",
+    )  # fmt: skip
     parser.add_argument("--metrics-host", default="127.0.0.1", help="address for --metrics-port")
 
 

@@ -31,6 +31,7 @@ def gateway(arguments: Namespace) -> None:
             drain_grace_s=arguments.drain_grace,
             metrics_host=arguments.metrics_host,
             metrics_port=arguments.metrics_port,
+            routing_key=keys.routing if arguments.routing == "on" else b"",
             **limits(arguments),
         )
         with tracing("gateway", arguments.trace_endpoint) as tracer:
@@ -75,6 +76,7 @@ def worker(arguments: Namespace) -> None:
             max_deliveries=arguments.max_deliveries,
             drain_grace_s=arguments.drain_grace,
             synthetic=synthetic if is_synthetic else None,
+            routing_key=keys.routing,
         )
         with tracing("worker", arguments.trace_endpoint) as tracer:
             asyncio.run(run(settings, tracer))

@@ -12,10 +12,11 @@ from protocol.errors import DecodeError, ProtocolError
 from protocol.ids import GatewayId, ModelName, parse_model_name
 from protocol.job import Job
 from protocol.key_space import KeySpace
-from protocol.queue_scripts import CANCEL, SUBMIT
+from protocol.queue_scripts import CANCEL
 from protocol.replies import Done, Failed, Reply, decode_replies
 from protocol.scripts import LIVE_MODELS, LIVE_WORKERS, OPEN_REPLIES
 from protocol.signing import open_job, seal_job
+from protocol.submit_script import SUBMIT
 from sluicegate.environment import data_folder, redis_url
 from sluicegate.errors import CommandError
 from sluicegate.redis_client import run_connected

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,12 @@ class QueueSetting:
     seconds: float
 
     @asynccontextmanager
-    async def fleet(self, name: str, workers: int, *flags: str) -> AsyncIterator[Fleet]:
+    async def fleet(
+        self, name: str, workers: int, *flags: str, gateway_flags: Sequence[str] = ()
+    ) -> AsyncIterator[Fleet]:
         """One gateway and synthetic workers, ready."""
         async with open_fleet(self.folder / name) as fleet:
-            await fleet.add_gateway()
+            await fleet.add_gateway(*gateway_flags)
             for _ in range(workers):
                 await fleet.add_worker(*SYNTHETIC, *flags)
             await fleet.wait_until_ready()

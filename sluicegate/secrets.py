@@ -25,14 +25,14 @@ class DerivedKeys:
     key_pepper: bytes = field(repr=False)
     job_signing: bytes = field(repr=False)
     kv_namespaces: bytes = field(repr=False)
+    routing: bytes = field(repr=False)
 
 
 def derived_keys(data: Path) -> DerivedKeys:
     """The keys of the installation in a data folder; raises CommandError."""
     master = _master_key(data)
-    return DerivedKeys(
-        derive_key(master, "api-key-pepper"), derive_key(master, "job-signing"), derive_key(master, "kv-namespaces")
-    )
+    purposes = ("api-key-pepper", "job-signing", "kv-namespaces", "routing")
+    return DerivedKeys(*(derive_key(master, purpose) for purpose in purposes))
 
 
 def admin_key(data: Path) -> str:

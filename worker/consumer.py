@@ -5,7 +5,7 @@ the rest of the queue stays free for other workers.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ class Consumer:
 
     def __init__(
         self, link: RedisLink, queue: JobQueue, model: ModelName, signing_key: bytes, max_deliveries: int,
-        engine: EngineThread, in_flight: InFlight,
+        engine: EngineThread, in_flight: InFlight, on_session: Callable[[bytes], None] = lambda digest: None,
     ) -> None:  # fmt: skip
         self._link = link
         self._queue = queue
@@ -40,6 +40,7 @@ class Consumer:
         self._max_deliveries = max_deliveries
         self._engine = engine
         self._in_flight = in_flight
+        self._on_session = on_session
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -59,7 +60,7 @@ class Consumer:
                 await self._unless_stopping(asyncio.sleep(RECONNECT_S))
 
     async def _take_one(self) -> None:
-        pulled = await self._queue.pull()
+        pulled = await self._queue.pull(len(self._in_flight), self._in_flight.room)
         self._link.answered()
         if pulled is not None:
             await self._accept(pulled)
@@ -83,6 +84,8 @@ class Consumer:
         if (earlier := self._in_flight.add(job)) is not None:
             # This worker lost it, and gets it again before it has noticed.
             self._engine.drop(earlier.request_id, earlier.attempt)
+        if job.session is not None:
+            self._on_session(job.session)
         self._engine.submit(job)
 
     def _opened(self, pulled: PulledJob) -> tuple[Job | None, str]:

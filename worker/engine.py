@@ -24,6 +24,7 @@ from protocol.replies import (
     Started,
     TokenLogprob,
 )
+from protocol.routing import RoutingKeys
 from worker.cache.namespace import Namespace, NamespaceRing
 from worker.cache.page_cache import Lease, PageCache
 from worker.executor import ChunkResult, Executor, StepBatch, prompt_logit_positions
@@ -57,6 +58,7 @@ class EngineParts:
     checks_leases: bool
     now: Callable[[], float]
     now_ms: Callable[[], int]
+    routing: RoutingKeys | None = None  # without it nobody is told what's in the cache
 
 
 @dataclass(slots=True)
@@ -215,6 +217,7 @@ class Engine:
                 vocab_size=len(self._parts.token_bytes),
             ),
             text=self._new_text(job),
+            trail=None if self._parts.routing is None else self._parts.routing.trail(job),
         )
 
     def _expire(self) -> None:

@@ -34,6 +34,11 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._taken)
 
+    @property
+    def room(self) -> int:
+        """How many more jobs could be taken, at least one once `wait_for_room` has returned."""
+        return max(self._max_sequences - self._num_sequences, 1)
+
     def add(self, job: Job) -> Job | None:
         """A job was taken; returns the earlier attempt of it that this worker is still at, which doesn't count any more."""
         earlier = self._taken.pop(job.request_id, None)

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protocol.ids import GatewayId, ModelName, RequestId, WorkerId
+from protocol.pull_script import PULL
 from protocol.queue_lua import OUTPUT_WEIGHT
-from protocol.queue_scripts import ABANDON, BURY, EXPIRED, PUBLISH, PULL, RELEASE, RENEW
+from protocol.queue_scripts import ABANDON, BURY, EXPIRED, PUBLISH, RELEASE, RENEW
 from protocol.replies import Failed, ReplyEnvelope, encode_replies
 from worker.redis_link import BLOCK_MS, RedisLink
 
@@ -71,29 +72,42 @@ class JobQueue:
         self._lease_ms = lease_ms
         self._keys = link.keys.queue(model)
         self._fixed = self._keys.all()
+        self._bell = link.keys.bell(model, worker_id)
         self._likely: list[str] = []
+        self._wait_s = BLOCK_MS / 1000
 
-    async def pull(self) -> PulledJob | None:
-        """The next job, in this worker's hands from now on; None if nothing waits."""
+    async def pull(self, num_jobs: int, room: int) -> PulledJob | None:
+        """The next job, in this worker's hands from now on; None if nothing waits for it. It's at `num_jobs`, and could take `room` more."""
         lines = self._likely
         while True:
             streams = [self._line(line) for line in lines]
-            result = await self._link.run(PULL, self._fixed + streams, self._worker_id, self._lease_ms, *lines)
+            result = await self._link.run(
+                PULL, [*self._fixed, self._bell, *streams], self._worker_id, self._lease_ms, num_jobs, room, *lines
+            )
             kind, rest = result[0], result[1:]
             if kind == b"need":
                 lines = [*lines[-7:], _text(rest[0])]
                 continue
             # Where nothing is said about what comes next, it's likely where something was before.
             self._likely = [_text(line) for line in rest[7:]] or lines[-4:]
-            return None if kind == b"none" else _pulled(kind, rest)
+            if kind == b"none":
+                self._wait_s = (int(rest[0]) or BLOCK_MS) / 1000
+                return None
+            return _pulled(kind, rest)
 
     async def wait(self) -> None:
-        """Until somebody rings, or a second has passed."""
-        await self._link.blocking.blpop([self._keys.doorbell], timeout=BLOCK_MS / 1000)
+        """Until somebody rings, or what was kept for others is anybody's, or a second has passed."""
+        await self._link.blocking.blpop([self._bell, self._keys.doorbell], timeout=self._wait_s)
 
     async def ring(self) -> None:
         """Let another worker look: a ring that this one took may have been meant for it."""
         await self._link.commands.lpush(self._keys.doorbell, 1)
+
+    async def leave(self) -> None:
+        """Take no more: what was kept for this worker is anybody's at once."""
+        await self._link.commands.zrem(self._keys.room, self._worker_id)
+        await self._link.commands.delete(self._bell)
+        await self.ring()
 
     async def renew(self, holdings: Iterable[Holding]) -> set[RequestId]:
         """Say that this worker is at its jobs; returns those that it has lost."""

@@ -9,6 +9,7 @@ from kernels.backend import Backend, describe, resolve
 from kernels.errors import KernelError
 from kernels.kv_pool import KvPool
 from protocol.model_card import ModelCard
+from protocol.routing import RoutingKeys
 from worker.cache.namespace import NamespaceRing
 from worker.engine import Engine, EngineParts
 from worker.model.load import LoadedModel, load_model
@@ -72,5 +73,6 @@ def _engine(
         checks_leases=settings.integrity != "off",
         now=time.monotonic,
         now_ms=lambda: time.time_ns() // 1_000_000,
+        routing=RoutingKeys(settings.routing_key) if settings.routing_key else None,
     )
     return Engine(parts, settings.max_sequences, settings.step_tokens)

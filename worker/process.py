@@ -23,6 +23,7 @@ from worker.in_flight import InFlight
 from worker.job_queue import JobQueue
 from worker.leases import LeaseKeeper
 from worker.outgoing import Outgoing
+from worker.prefix_publisher import PrefixPublisher
 from worker.prepared import Prepared
 from worker.publisher import Publisher
 from worker.reaper import Reaper
@@ -108,7 +109,9 @@ class _Worker:
             settings.max_deliveries,
             self._engine,
             self._in_flight,
+            prepared.engine.cache.held.note_session,
         )
+        self._prefixes = PrefixPublisher(link, card.name, settings.worker_id, prepared.engine.cache.held)
         self._leases = LeaseKeeper(link, self._queue, self._engine, self._in_flight, settings, self._drop)
         self._heartbeat = Heartbeat(link, card, self._engine, settings, lambda: self._is_draining)
         self._reaper = Reaper(link, self._queue, card.name, settings)
@@ -137,13 +140,22 @@ class _Worker:
             if self._settings.allow_fault_injection:
                 control = FaultControl(self._link, self._model, self._settings.worker_id, self._engine)
                 others.append(tasks.create_task(control.run(), name="faults"))
+            if self._settings.routing_key:
+                others.append(tasks.create_task(self._prefixes.run(), name="prefixes"))
             await stopping.wait()
             self._is_draining = True
             self._consumer.stop()
             await asyncio.wait([consuming])
+            await self._say_full()
             await self._drain(stopping)
             await _cancel(others)
         await self._leave()
+
+    async def _say_full(self) -> None:
+        try:
+            await self._queue.leave()
+        except NETWORK_ERRORS as error:
+            self._link.failed(error)  # it isn't believed to have room for long
 
     async def _drain(self, stopping: _Signals) -> None:
         _log.info("worker_draining", jobs=len(self._in_flight))
@@ -168,6 +180,7 @@ class _Worker:
         self._engine.stop(timeout_s=CANCEL_SETTLE_S)
         try:
             await self._heartbeat.leave()
+            await self._prefixes.leave()
         except NETWORK_ERRORS as error:
             _log.warning("worker_left_without_redis", error=type(error).__name__)
         _log.info("worker_stopped", unfinished_jobs=len(self._in_flight))

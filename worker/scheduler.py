@@ -76,7 +76,8 @@ class Scheduler:
             depth = sequence.num_published
             tokens = sequence.tokens[depth * size : (depth + 1) * size]
             parent, digest = sequence.digest(depth - 1, size), sequence.digest(depth, size)
-            self.cache.publish(parent, digest, sequence.table.leases[depth], tokens, depth)
+            landmarks = sequence.landmarks(depth * size, (depth + 1) * size)
+            self.cache.publish(parent, digest, sequence.table.leases[depth], tokens, depth, landmarks)
             sequence.num_published += 1
 
     def finish(self, sequence: Sequence) -> None:

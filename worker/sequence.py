@@ -12,6 +12,7 @@ from enum import Enum
 from protocol.ids import TenantId
 from protocol.job import Job
 from protocol.replies import FinishReason, TokenLogprob
+from protocol.routing import Trail
 from worker.cache.namespace import Namespace
 from worker.cache.page_table import PageTable
 from worker.sampling import SamplerRow
@@ -72,7 +73,7 @@ class Sequence:
     tokens[num_computed:] are still to be computed, whether it is the whole prompt, a chunk's rest, all of it after a preemption, or
     the one token of a decode step. `digests` name the prefixes of whole pages known so far; the first `num_published` pages were
     offered to the prefix index or came from it. `repeated` are tokens that the client has, which are computed again for what else must be known
-    of them.
+    of them. `trail` gives the digests by which other jobs find its pages in this worker.
     """
 
     request: Request
@@ -89,6 +90,7 @@ class Sequence:
     repeated: deque[int] = field(default_factory=deque)
     admitted_at: int = 0
     blocked_below: int = 0
+    trail: Trail | None = None
 
     @property
     def tenant(self) -> TenantId:
@@ -118,6 +120,10 @@ class Sequence:
             parent = self.digests[-1] if depth else namespace.root
             self.digests.append(namespace.chain(parent, self.tokens[depth * page_size : (depth + 1) * page_size]))
         return self.digests[place] if place >= 0 else namespace.root
+
+    def landmarks(self, start: int, end: int) -> list[bytes]:
+        """The digests of the landmarks in (start, end] tokens, all of which must be known."""
+        return [] if self.trail is None else self.trail.between(self.tokens, start, end)
 
     def may_start(self) -> bool:
         """Samples after the first wait until the first has published the prompt's pages, so that the prompt is computed once."""

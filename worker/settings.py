@@ -39,7 +39,7 @@ class WorkerSettings:
 
     `step_tokens` bounds the tokens of one engine step, and with it how long a running stream waits for somebody's prompt.
     `stall_s` is how long a step may take before the worker stops calling itself alive and renewing its leases; `lease_s` how long after the
-    last renewal its jobs are somebody else's.
+    last renewal its jobs are somebody else's. Without a `routing_key` nobody is told what's in the cache.
     """
 
     redis_url: str = field(repr=False)
@@ -64,6 +64,7 @@ class WorkerSettings:
     synthetic: SyntheticSettings | None = None
     lease_s: float = 2.0
     max_deliveries: int = 3
+    routing_key: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         if self.page_size not in {1, 2, 4, 8, 16, 32, 64, 128, 256}:

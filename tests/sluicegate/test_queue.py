@@ -8,8 +8,8 @@ import redis
 
 from protocol.job import Job, SamplingParams
 from protocol.key_space import KeySpace
-from protocol.queue_scripts import SUBMIT
 from protocol.signing import seal_job
+from protocol.submit_script import SUBMIT
 from sluicegate.secrets import derived_keys
 
 MODEL = "tests/queue-model"

@@ -7,6 +7,7 @@ can't be evicted between being found and being used.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from worker.cache.held_prefixes import HeldPrefixes
 from worker.cache.namespace import Namespace
 from worker.cache.page_pool import PageId, PagePool
 from worker.cache.prefix_index import PrefixIndex
@@ -27,6 +28,7 @@ class PageCache:
         self.page_size = page_size
         self.pool = PagePool(num_pages)
         self.index = PrefixIndex()
+        self.held = HeldPrefixes()
 
     def match(self, namespace: Namespace, tokens: Sequence[int]) -> tuple[list[Lease], list[bytes]]:
         """The longest known prefix of whole pages that leaves at least one token to compute, retained, with its digests."""
@@ -56,12 +58,25 @@ class PageCache:
                 return None
         return [Lease(*self.pool.allocate(namespace)) for _ in range(count)]
 
-    def publish(self, parent: bytes, digest: bytes, lease: Lease, tokens: Sequence[int], depth: int) -> None:
-        """Make a held, complete, committed page findable. If the prefix is there already, the page stays private, as does one in quarantine."""
+    def publish(
+        self,
+        parent: bytes,
+        digest: bytes,
+        lease: Lease,
+        tokens: Sequence[int],
+        depth: int,
+        landmarks: Sequence[bytes] = (),
+    ) -> None:
+        """Make a held, complete, committed page findable. If the prefix is there already, the page stays private, as does one in quarantine.
+
+        `landmarks` are the digests (protocol.routing) of those that lie in the page.
+        """
         if self.pool.is_quarantined(lease.page):
             return
-        if self.index.insert(digest, parent, lease.page, tokens, depth):
+        if self.index.insert(digest, parent, lease.page, tokens, depth, landmarks):
             self.pool.set_indexed(lease.page)
+            if landmarks:
+                self.held.add(landmarks)
 
     def release(self, leases: Iterable[Lease]) -> None:
         """Give pages back; indexed ones stay findable until they're evicted."""
@@ -80,6 +95,8 @@ class PageCache:
         (node,) = self.index.subtree(page)
         parent = self.index.remove(node)
         self.pool.drop_from_index(page)
+        if node.landmarks:
+            self.held.remove(node.landmarks)
         if parent is not None:
             self._offer_if_idle(parent.page)
 

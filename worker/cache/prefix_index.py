@@ -20,6 +20,7 @@ class Node:
     page: PageId
     tokens: tuple[int, ...] = field(repr=False)
     depth: int
+    landmarks: tuple[bytes, ...] = ()
     children: set[bytes] = field(default_factory=set)
     last_used: int = 0
 
@@ -43,11 +44,19 @@ class PrefixIndex:
             return None
         return node
 
-    def insert(self, digest: bytes, parent: bytes, page: PageId, tokens: Sequence[int], depth: int) -> bool:
+    def insert(
+        self,
+        digest: bytes,
+        parent: bytes,
+        page: PageId,
+        tokens: Sequence[int],
+        depth: int,
+        landmarks: Sequence[bytes] = (),
+    ) -> bool:
         """Add a page; False if the prefix is known already, or its parent is not (a hole would never be found)."""
         if digest in self._nodes or (depth > 0 and parent not in self._nodes):
             return False
-        self._nodes[digest] = Node(digest, parent, page, tuple(tokens), depth)
+        self._nodes[digest] = Node(digest, parent, page, tuple(tokens), depth, tuple(landmarks))
         self._by_page[page] = digest
         if depth > 0:
             self._nodes[parent].children.add(digest)

@@ -9,6 +9,7 @@ from functools import partial
 import structlog
 
 from protocol.model_card import ModelCard
+from protocol.routing import RoutingKeys
 from worker.cache.namespace import NamespaceRing
 from worker.engine import Engine, EngineParts
 from worker.model.token_bytes import token_bytes
@@ -62,5 +63,6 @@ def _engine(settings: WorkerSettings, synthetic: SyntheticSettings, card: ModelC
         checks_leases=settings.integrity != "off",
         now=time.monotonic,
         now_ms=lambda: time.time_ns() // 1_000_000,
+        routing=RoutingKeys(settings.routing_key) if settings.routing_key else None,
     )
     return Engine(parts, settings.max_sequences, settings.step_tokens)

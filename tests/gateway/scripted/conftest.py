@@ -191,7 +191,7 @@ class ScriptedWorker:
                 await asyncio.sleep(0.02)
                 continue
             try:
-                pulled = await self.queue.pull()
+                pulled = await self.queue.pull(0, 100)
             except Exception:
                 await asyncio.sleep(0.1)
                 continue
