@@ -1,6 +1,7 @@
 // 16 lanes, the number formats that are stored, and the functions on them that every op shares.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -41,17 +42,18 @@ struct V16 {
     V16 minus(V16 a) const { return {_mm512_sub_ps(v, a.v)}; }
     void add(V16 a) { v = _mm512_add_ps(v, a.v); }
     void raise(V16 a) { v = _mm512_max_ps(a.v, v); }  // where a is NaN it stays
+    V16 magnitude() const { return {_mm512_abs_ps(v)}; }
     bool has_nan() const { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0; }
+    float largest() const { return _mm512_reduce_max_ps(v); }  // of numbers that aren't NaN
     V16 rounded() const { return {_mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
     V16 fma(V16 a, V16 b) const { return {_mm512_fmadd_ps(v, a.v, b.v)}; }
-    V16 power_of_two() const {
-        return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(v), _mm512_set1_epi32(127)), 23))};
-    }
+    V16 times_power_of_two(V16 n) const { return {_mm512_scalef_ps(v, n.v)}; }
     V16 zero_where_below(V16 a, float limit) const {
         return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, _mm512_set1_ps(limit), _CMP_NLT_UQ), v)};
     }
 };
-constexpr int kQueries = 4;  // query rows that share a loaded vector of keys or values
+constexpr int kQueries = 4;  // queries of one row that share a loaded vector of keys or values
+constexpr int kTileQueries = 6, kTileVectors = 4;  // queries and vectors of 16 whose sums stay in registers
 #elif defined(__AVX2__)
 struct V16 {
     __m256 a, b;
@@ -79,6 +81,15 @@ struct V16 {
     bool has_nan() const {
         return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(a, a, _CMP_UNORD_Q), _mm256_cmp_ps(b, b, _CMP_UNORD_Q))) != 0;
     }
+    V16 magnitude() const {
+        const __m256 sign = _mm256_set1_ps(-0.0f);
+        return {_mm256_andnot_ps(sign, a), _mm256_andnot_ps(sign, b)};
+    }
+    float largest() const {
+        alignas(32) float lanes[8];
+        _mm256_store_ps(lanes, _mm256_max_ps(a, b));
+        return *std::max_element(lanes, lanes + 8);
+    }
     V16 rounded() const {
         constexpr int kMode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
         return {_mm256_round_ps(a, kMode), _mm256_round_ps(b, kMode)};
@@ -90,12 +101,14 @@ struct V16 {
         };
         return {half(a), half(b)};
     }
+    V16 times_power_of_two(V16 n) const { return times(n.power_of_two()); }
     V16 zero_where_below(V16 x, float limit) const {
         const __m256 low = _mm256_set1_ps(limit);
         return {_mm256_and_ps(_mm256_cmp_ps(x.a, low, _CMP_NLT_UQ), a), _mm256_and_ps(_mm256_cmp_ps(x.b, low, _CMP_NLT_UQ), b)};
     }
 };
 constexpr int kQueries = 1;
+constexpr int kTileQueries = 3, kTileVectors = 2;
 #else
 struct V16 {
     float v[kLanes];
@@ -135,6 +148,12 @@ struct V16 {
         for (const float lane : v) any |= lane != lane;
         return any;
     }
+    V16 magnitude() const {
+        V16 to;
+        for (int i = 0; i < kLanes; ++i) to.v[i] = std::fabs(v[i]);
+        return to;
+    }
+    float largest() const { return *std::max_element(v, v + kLanes); }
     V16 rounded() const {
         V16 to;
         for (int i = 0; i < kLanes; ++i) to.v[i] = std::nearbyint(v[i]);
@@ -153,6 +172,7 @@ struct V16 {
         }
         return to;
     }
+    V16 times_power_of_two(const V16& n) const { return times(n.power_of_two()); }
     V16 zero_where_below(const V16& a, float limit) const {
         V16 to;
         for (int i = 0; i < kLanes; ++i) to.v[i] = a.v[i] < limit ? 0.0f : v[i];
@@ -160,6 +180,7 @@ struct V16 {
     }
 };
 constexpr int kQueries = 1;
+constexpr int kTileQueries = 1, kTileVectors = 4;
 #endif
 
 inline float bf16_to_float(uint16_t bits) {
@@ -267,14 +288,28 @@ inline V16 exp_neg(V16 x) {
     V16 tail = r;
     tail.add(V16::all(1.0f));
     p = p.fma(r.times(r), tail);
-    return p.times(n.power_of_two()).zero_where_below(x, -87.3f);
+    return p.times_power_of_two(n).zero_where_below(x, -87.3f);
 }
 
+// Lane i and i + 8, then i + 4, then i + 2, then i + 1.
 inline float sum_lanes(const Floats& a) {
     float s[8];
     for (int i = 0; i < 8; ++i) s[i] = a.v[i] + a.v[i + 8];
     for (int i = 0; i < 4; ++i) s[i] += s[i + 4];
     return (s[0] + s[2]) + (s[1] + s[3]);
+}
+
+inline float sum_lanes(V16 a) {
+#if defined(__AVX512F__)
+    const __m256 s = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+    Floats lanes;
+    a.store(lanes.v);
+    return sum_lanes(lanes);
+#endif
 }
 
 // What a loaded element must be multiplied with; left to the end of a sum, since a power of two commutes with every rounding.
