@@ -11,7 +11,7 @@ from kernels.kv_pool import KvPool
 from worker.batch import Batch, build_batch
 from worker.cache.page_pool import PageId, PagePool
 from worker.executor import BadPage, ChunkResult, StepBatch, prompt_logit_positions
-from worker.model.llama import LlamaModel
+from worker.model.model import Model
 from worker.model.step import StepInput
 from worker.sampling import prompt_logprobs, sample
 from worker.scheduler import Chunk
@@ -24,7 +24,7 @@ _log = structlog.get_logger(__name__)
 class ModelExecutor:
     """A model and its KV pool. If the pool has seals they are kept; with `checks_reads` each pass verifies every page that it reads."""
 
-    def __init__(self, model: LlamaModel, kv: KvPool, backend: Backend, *, checks_reads: bool = False) -> None:
+    def __init__(self, model: Model, kv: KvPool, backend: Backend, *, checks_reads: bool = False) -> None:
         self.model = model
         self.kv = kv
         self._backend = backend

@@ -1,6 +1,8 @@
 """Models and the files they come from.
 
 Reading order: `errors`, `config`, `rope`, `tensors` (a tensor between file and kernel), `checkpoint` (what the loader asks of any format); GGUF:
-`gguf_header`, `gguf_quants`, `gguf_tokenizer`, `gguf_file`; Hugging Face folders: `hf_config`, `safetensors_file`, `folder_tokenizer`; then `tokenizer_json`, `added_tokens`,
-`token_bytes`, `step` (one forward pass' input and memory), `recorded_steps` (on a CPU), `cuda_graphs` (on a GPU), `llama`, `load`.
+`gguf_header`, `gguf_quants`, `gguf_tokenizer`, `gguf_file`; Hugging Face folders: `hf_fields`, `safetensors_file`, `folder_tokenizer`; then `tokenizer_json`, `added_tokens`,
+`token_bytes`. Forward passes: `step` (one pass' input), `workspace` (its memory), `recorded_steps` (on a CPU), `cuda_graphs` (on a GPU), `model` (what the engine asks),
+`decoder` (layers, and what they consist of), `projection`, `attention`, `feed_forward`. Each architecture puts these together in one file: `llama`; `architectures` is the table of them,
+and `load` the way from a path to a model.
 """

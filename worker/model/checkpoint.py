@@ -1,6 +1,6 @@
 """What the loader asks of a checkpoint, whatever its format: each tensor by its role, exactly once, and nothing left over."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,18 +26,28 @@ class TensorSource(Protocol):
         ...
 
 
+class TensorName(Protocol):
+    """What a format calls a tensor."""
+
+    def __call__(self, role: str, layer: int | None, expert: int | None = None) -> str:
+        """The name of the tensor in this role, of the model or of a layer or of one of a layer's experts."""
+        ...
+
+
 @dataclass(slots=True)
 class Checkpoint:
-    """An opened checkpoint. `tensor_name` gives the format's name for (role, layer); `ignored` names hold nothing that is needed."""
+    """An opened checkpoint. `tensor_name` gives the format's name for (role, layer, expert); names in `ignored` and those that begin
+    as one of `ignored_prefixes` hold nothing that is needed."""
 
     config: ModelConfig
     tokenizer: TokenizerSpec
     source: TensorSource
-    tensor_name: Callable[[str, int | None], str]
+    tensor_name: TensorName
     digest: str
     label: str
     rope_factors_name: str | None = None
     ignored: frozenset[str] = frozenset()
+    ignored_prefixes: tuple[str, ...] = ()
     _taken: set[str] = field(default_factory=set)
 
     def matrix(self, role: str, layer: int | None, shape: tuple[int, int]) -> Rows:
@@ -60,6 +70,7 @@ class Checkpoint:
     def finish(self) -> None:
         """Raise ModelError if the checkpoint holds a tensor that nobody asked for."""
         unknown = sorted(set(self.source.names()) - self._taken - self.ignored)
+        unknown = [name for name in unknown if not name.startswith(self.ignored_prefixes)]
         if unknown:
             raise ModelError(f"{self.label}: unknown tensor {unknown[0]!r} ({len(unknown)} in all)")
 

@@ -84,7 +84,7 @@ def open_gguf(path: Path) -> Checkpoint:
     )
 
 
-def _tensor_name(role: str, layer: int | None) -> str:
+def _tensor_name(role: str, layer: int | None, expert: int | None = None) -> str:
     return _NAMES[role] if layer is None else f"blk.{layer}.{_LAYER_NAMES[role]}.weight"
 
 

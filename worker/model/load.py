@@ -6,11 +6,12 @@ from pathlib import Path
 from kernels.backend import Backend
 from kernels.kv_pool import KvDtype, KvLayout
 from protocol.model_card import TokenizerSpec
+from worker.model.architectures import architecture
 from worker.model.checkpoint import Checkpoint
 from worker.model.config import ModelConfig
 from worker.model.errors import ModelError
 from worker.model.gguf_file import open_gguf
-from worker.model.llama import LlamaModel
+from worker.model.model import Model
 from worker.model.safetensors_file import open_folder
 
 
@@ -18,15 +19,14 @@ from worker.model.safetensors_file import open_folder
 class LoadedModel:
     """A model in memory, with what came along in its files. `digest` is a hex sha256 over them."""
 
-    model: LlamaModel
+    model: Model
     config: ModelConfig
     tokenizer: TokenizerSpec
     digest: str
 
     def kv_layout(self, num_pages: int, page_size: int, dtype: KvDtype) -> KvLayout:
         """The layout of a KV pool for this model."""
-        config = self.config
-        return KvLayout(config.num_layers, num_pages, config.num_kv_heads, config.head_dim, page_size, dtype)
+        return self.model.kv_layout(num_pages, page_size, dtype)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -43,6 +43,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def load_model(path: Path, backend: Backend) -> LoadedModel:
     """Load all weights; every tensor of the checkpoint is used exactly once. Raises ModelError."""
     checkpoint = open_checkpoint(path)
-    model = LlamaModel(checkpoint, backend)
+    model = architecture(checkpoint.config.architecture, checkpoint.label).build(checkpoint, backend)
     checkpoint.finish()
     return LoadedModel(model, checkpoint.config, checkpoint.tokenizer, checkpoint.digest)

@@ -12,8 +12,8 @@ import torch
 from kernels.kv_pool import KvPool
 from kernels.recording import Recording
 from kernels.seals import SealCheck
-from worker.model.config import ModelConfig
-from worker.model.step import StepInput, Workspace
+from worker.model.step import StepInput
+from worker.model.workspace import Workspace
 
 MAX_ROWS = 64
 MAX_SHAPES = 128
@@ -29,17 +29,18 @@ class RecordedStep:
 
 
 Compute = Callable[[StepInput, KvPool, Workspace], torch.Tensor]
+Allocate = Callable[[int], Workspace]
 
 
 class RecordedSteps:
     """The recorded passes over one pool. Not thread-safe, as their memory is shared."""
 
-    def __init__(self, config: ModelConfig, pool: KvPool, compute: Compute) -> None:
+    def __init__(self, context_length: int, pool: KvPool, compute: Compute, allocate: Allocate) -> None:
         layout = pool.layout
         self.pool = pool
         self._compute = compute
-        self._workspace = Workspace.allocate(config, MAX_ROWS)
-        self._max_pages = min(layout.num_pages, -(-config.context_length // layout.page_size))
+        self._workspace = allocate(MAX_ROWS)
+        self._max_pages = min(layout.num_pages, -(-context_length // layout.page_size))
         self._page_table = torch.zeros(MAX_ROWS, self._max_pages, dtype=torch.int32)
         self._check = SealCheck(
             page_keys=torch.zeros(MAX_ROWS, self._max_pages, dtype=torch.int64),

@@ -9,20 +9,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from worker.model.architectures import folder_config
 from worker.model.checkpoint import Checkpoint
 from worker.model.errors import ModelError
 from worker.model.folder_tokenizer import tokenizer_from_folder
-from worker.model.hf_config import model_config
 from worker.model.tensors import Rows
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm", "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "gate": "mlp.gate_proj", "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}  # fmt: skip
-_NAMES = {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -95,23 +89,20 @@ class SafetensorsSource:
 def open_folder(folder: Path) -> Checkpoint:
     """Read configuration and tokenizer, and check that all shards are there. Raises ModelError."""
     raw = read_json(folder, "config.json")
-    config = model_config(raw, str(folder / "config.json"))
+    found, config = folder_config(raw, str(folder / "config.json"))
     files, index = _files(folder)
-    ignored = frozenset({_NAMES["head"]} if config.tie_embeddings else ())
+    ignored = frozenset({found.tensor_name("head", None)} if config.tie_embeddings else ())
     rotary = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers)}
     return Checkpoint(
         config=config,
         tokenizer=tokenizer_from_folder(folder, config.vocab_size, raw),
         source=SafetensorsSource(folder, files, index),
-        tensor_name=_tensor_name,
+        tensor_name=found.tensor_name,
         digest=_digest(folder, files),
         label=str(folder),
         ignored=ignored | rotary,
+        ignored_prefixes=found.ignored(config),
     )
-
-
-def _tensor_name(role: str, layer: int | None) -> str:
-    return _NAMES[role] if layer is None else f"model.layers.{layer}.{_LAYER_NAMES[role]}.weight"
 
 
 def _files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:

@@ -224,7 +224,7 @@ def test_loading_takes_half_the_file_more_at_most(smollm2_path: Path) -> None:
 import sys, threading
 from pathlib import Path
 from kernels.backend import Backend
-from worker.model.llama import LlamaModel
+from worker.model.architectures import architecture
 from worker.model.load import open_checkpoint
 
 def anonymous():
@@ -240,7 +240,7 @@ def watch():
 
 watcher = threading.Thread(target=watch)
 watcher.start()
-model = LlamaModel(checkpoint, Backend.CPU)
+model = architecture(checkpoint.config.architecture, checkpoint.label).build(checkpoint, Backend.CPU)
 done.set()
 watcher.join()
 print(peak[0] - before)

@@ -1,4 +1,4 @@
-"""config.json of a folder in Hugging Face's layout, read as a ModelConfig."""
+"""Fields of a config.json in Hugging Face's layout, and what all architectures read of them."""
 
 from typing import Any
 
@@ -16,6 +16,7 @@ class Fields:
         self.label = label
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:
+        """A field of this type; null is as good as absent. Raises ModelError if it is of another type, or missing without a default."""
         value = self._raw.get(name)
         value = default if value is None else value
         if value is None:
@@ -26,31 +27,35 @@ class Fields:
             raise ModelError(f"{self.label}: {name} must be {kind.__name__}, got {type(value).__name__}")
         return value
 
+    def optional(self, name: str, kind: type) -> Any:
+        """The same, or None."""
+        return None if self._raw.get(name) is None else self.get(name, kind)
 
-def model_config(raw: dict[str, Any], label: str) -> ModelConfig:
-    """The numbers of a config.json; `label` names the file. Raises ModelError."""
-    fields = Fields(raw, label)
-    architecture = fields.get("model_type", str)
-    if architecture != "llama":
-        raise ModelError(f"{fields.label}: model_type {architecture!r} is not supported (llama is)")
-    for name in ("attention_bias", "mlp_bias"):
-        if fields.get(name, bool, False):
-            raise ModelError(f"{fields.label}: {name} is not supported")
-    if fields.get("hidden_act", str, "silu") != "silu":
-        raise ModelError(f"{fields.label}: hidden_act {raw['hidden_act']!r} is not supported (silu is)")
-    if raw.get("quantization_config") is not None:
-        raise ModelError(f"{fields.label}: quantization_config is not supported for safetensors")
+    def inside(self, name: str) -> "Fields":
+        """The fields of an object in here; none if it is absent or null."""
+        return Fields(self.get(name, dict, {}), self.label)
+
+    def require(self, **values: Any) -> None:
+        """Raise ModelError naming a field that is there with another value than this: it would change results."""
+        for name, wanted in values.items():
+            found = self.get(name, type(wanted), wanted)
+            if found != wanted:
+                raise ModelError(f"{self.label}: {name} {str(found)[:100]!r} is not supported ({wanted!r} is)")
+
+    @property
+    def rope(self) -> "Fields":
+        """What is said of rotary embedding, under its newer or its older name."""
+        return self.inside("rope_scaling" if self._raw.get("rope_parameters") is None else "rope_parameters")
+
+
+def decoder_config(fields: Fields) -> ModelConfig:
+    """The numbers that most architectures call alike."""
     num_heads, hidden_size = fields.get("num_attention_heads", int), fields.get("hidden_size", int)
     if num_heads < 1:
         raise ModelError(f"{fields.label}: num_heads {num_heads} is out of range")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ModelError(f"{fields.label}: rope_scaling must be an object")
-    for source in (fields, Fields(rope, fields.label)):
-        if source.get("partial_rotary_factor", float, 1.0) != 1.0:
-            raise ModelError(f"{fields.label}: partial_rotary_factor is not supported")
-    config = ModelConfig(
-        architecture=architecture,
+    rope = fields.rope
+    return ModelConfig(
+        architecture=fields.get("model_type", str),
         num_layers=fields.get("num_hidden_layers", int),
         hidden_size=hidden_size,
         num_heads=num_heads,
@@ -60,15 +65,14 @@ def model_config(raw: dict[str, Any], label: str) -> ModelConfig:
         vocab_size=fields.get("vocab_size", int),
         context_length=fields.get("max_position_embeddings", int),
         rms_eps=fields.get("rms_norm_eps", float, 1e-6),
-        rope_theta=fields.get("rope_theta", float, Fields(rope, fields.label).get("rope_theta", float, 10000.0)),
-        rope_scaling=_rope_scaling(Fields(rope, fields.label)),
+        rope_theta=fields.get("rope_theta", float, rope.get("rope_theta", float, 10000.0)),
+        rope_scaling=rope_scaling(rope),
         tie_embeddings=fields.get("tie_word_embeddings", bool, False),
     )
-    config.check(fields.label)
-    return config
 
 
-def _rope_scaling(rope: Fields) -> RopeScaling | None:
+def rope_scaling(rope: Fields) -> RopeScaling | None:
+    """How frequencies are scaled, None for not at all. Raises ModelError for a way that isn't supported."""
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     if kind == "default":
         return None

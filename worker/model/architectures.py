@@ -1,0 +1,54 @@
+"""The architectures that this build runs, by the name that a checkpoint gives its own."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kernels.backend import Backend
+from worker.model import llama
+from worker.model.checkpoint import Checkpoint
+from worker.model.config import ModelConfig
+from worker.model.errors import ModelError
+from worker.model.hf_fields import Fields
+from worker.model.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One model file's parts. `names` gives the name of each role's tensor in a folder, with {layer} and {expert} to fill in.
+
+    `ignored` gives beginnings of names whose tensors hold nothing that is needed.
+    """
+
+    read_config: Callable[[Fields], ModelConfig]
+    names: Mapping[str, str]
+    build: Callable[[Checkpoint, Backend], Model]
+    ignored: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()
+
+    def tensor_name(self, role: str, layer: int | None, expert: int | None = None) -> str:
+        """What a folder calls a tensor."""
+        return self.names[role].format(layer=layer, expert=expert)
+
+
+_ARCHITECTURES = {
+    "llama": Architecture(llama.read_config, llama.NAMES, llama.build),
+}
+
+
+def architecture(name: str, label: str) -> Architecture:
+    """The architecture of this name; raises ModelError, naming the file by `label`, for one that isn't supported."""
+    if name not in _ARCHITECTURES:
+        known = ", ".join(sorted(_ARCHITECTURES))
+        raise ModelError(f"{label}: model_type {name[:100]!r} is not supported (supported: {known})")
+    return _ARCHITECTURES[name]
+
+
+def folder_config(raw: dict[str, Any], label: str) -> tuple[Architecture, ModelConfig]:
+    """What a config.json describes; `label` names the file. Raises ModelError."""
+    if raw.get("quantization_config") is not None:
+        raise ModelError(f"{label}: quantization_config is not supported for safetensors")
+    fields = Fields(raw, label)
+    found = architecture(fields.get("model_type", str), label)
+    config = found.read_config(fields)
+    config.check(label)
+    return found, config

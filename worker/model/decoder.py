@@ -1,0 +1,130 @@
+"""Layers of attention and feed-forward between RMS norms, from token ids to logits: what all architectures share.
+
+One forward pass serves prompts and decode steps alike: it takes rows of tokens, writes what later rows need into pages, and attends
+through the page table. It consists of ops alone, so that it can be recorded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kernels.backend import Backend
+from kernels.embedding import embedding
+from kernels.kv_pool import KvDtype, KvLayout, KvPool
+from kernels.matmul import matmul
+from kernels.rms_norm import rms_norm
+from kernels.take_rows import take_rows
+from kernels.weights import Weight
+from worker.model.checkpoint import Checkpoint
+from worker.model.projection import load_matrix
+from worker.model.recorded_steps import RecordedSteps
+from worker.model.step import StepInput
+from worker.model.workspace import Buffer, Workspace
+
+
+class Part(Protocol):
+    """Something with weights that computes in the workspace."""
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The memory that a call needs."""
+        ...
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """All matrices."""
+        ...
+
+
+class Attention(Part, Protocol):
+    """A layer's attention."""
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, step: StepInput, pool: KvPool, work: Workspace) -> None:
+        """x float32 [T, hidden] -> out float32 [T, hidden]; writes the rows' part of the pool first."""
+        ...
+
+
+class FeedForward(Part, Protocol):
+    """A layer's feed-forward."""
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, work: Workspace) -> None:
+        """x float32 [T, hidden] -> out float32 [T, hidden]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """residual += attention(norm(residual)), then residual += feed_forward(norm(residual)). Norms float32 [hidden]."""
+
+    attn_norm: torch.Tensor
+    attention: Attention
+    ffn_norm: torch.Tensor
+    feed_forward: FeedForward
+
+
+class Decoder:
+    """A model of such layers. Its embedding and head are [vocab, hidden]."""
+
+    def __init__(self, checkpoint: Checkpoint, layers: Sequence[Layer], backend: Backend) -> None:
+        config = checkpoint.config
+        hidden, matrix = config.hidden_size, (config.vocab_size, config.hidden_size)
+        self.config = config
+        self._backend = backend
+        self._layers = tuple(layers)
+        self._embedding = load_matrix(checkpoint, "embedding", matrix)
+        self._final_norm = checkpoint.vector("final_norm", None, hidden)
+        self._head = self._embedding if config.tie_embeddings else load_matrix(checkpoint, "head", matrix)
+        self._residual, self._x = Buffer("residual", (hidden,)), Buffer("x", (hidden,))
+        self._added, self._last = Buffer("added", (hidden,)), Buffer("last", (hidden,))
+        self._recorded: RecordedSteps | None = None
+        self._workspace = self._allocate(0)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all matrices; a tied head counts once."""
+        weights = [self._embedding] + ([] if self.config.tie_embeddings else [self._head])
+        for layer in self._layers:
+            weights.extend(layer.attention.weights + layer.feed_forward.weights)
+        return sum(weight.nbytes for weight in weights)
+
+    def kv_layout(self, num_pages: int, page_size: int, dtype: KvDtype) -> KvLayout:
+        """The layout of a pool: keys and values of all layers."""
+        config = self.config
+        return KvLayout(config.num_layers, num_pages, config.num_kv_heads, config.head_dim, page_size, dtype)
+
+    def forward(self, step: StepInput, pool: KvPool) -> torch.Tensor:
+        """See `Model.forward`."""
+        step.check(pool.layout, self.config)
+        if self._recorded is None or self._recorded.pool is not pool:
+            self._recorded = RecordedSteps(self.config.context_length, pool, self._compute, self._allocate)
+        if self._backend is Backend.CPU and self._recorded.takes(step):
+            x = self._recorded.run(step)
+        else:
+            num_rows = len(step.token_ids)
+            if self._workspace.num_rows < num_rows:
+                self._workspace = self._allocate(num_rows)
+            x = self._compute(step, pool, self._workspace.first(num_rows))
+        return matmul(x, self._head, backend=self._backend)
+
+    def _allocate(self, num_rows: int) -> Workspace:
+        buffers = {self._residual, self._x, self._added, self._last}
+        for layer in self._layers:
+            buffers.update(layer.attention.buffers, layer.feed_forward.buffers)
+        return Workspace.allocate(buffers, num_rows)
+
+    def _compute(self, step: StepInput, pool: KvPool, work: Workspace) -> torch.Tensor:
+        """The normalized last hidden states of the wanted rows, float32 [num_logits, hidden]."""
+        backend, eps = self._backend, self.config.rms_eps
+        residual, x, added = work[self._residual], work[self._x], work[self._added]
+        embedding(step.token_ids, self._embedding, residual, backend=backend)
+        rms_norm(residual, self._layers[0].attn_norm, eps, out=x, backend=backend)
+        for index, layer in enumerate(self._layers):
+            layer.attention(x, added, step, pool, work)
+            rms_norm(added, layer.ffn_norm, eps, residual=residual, out=x, backend=backend)
+            layer.feed_forward(x, added, work)
+            is_last = index + 1 == len(self._layers)
+            following = self._final_norm if is_last else self._layers[index + 1].attn_norm
+            rms_norm(added, following, eps, residual=residual, out=x, backend=backend)
+        return take_rows(x, step.logit_rows, work[self._last][: len(step.logit_rows)], backend=backend)

@@ -1,0 +1,31 @@
+"""What the engine asks of a model, whatever its architecture."""
+
+from typing import Protocol
+
+import torch
+
+from kernels.kv_pool import KvDtype, KvLayout, KvPool
+from worker.model.config import ModelConfig
+from worker.model.step import StepInput
+
+
+class Model(Protocol):
+    """Weights and a forward pass over paged memory."""
+
+    config: ModelConfig
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all matrices; what is shared counts once."""
+        ...
+
+    def kv_layout(self, num_pages: int, page_size: int, dtype: KvDtype) -> KvLayout:
+        """The layout of a pool for this model."""
+        ...
+
+    def forward(self, step: StepInput, pool: KvPool) -> torch.Tensor:
+        """Logits float32 [num_logits, vocab] of the wanted rows; what later rows need of these is in the pool afterwards.
+
+        Not thread-safe: passes share their memory.
+        """
+        ...
