@@ -40,6 +40,21 @@ def check_rows(
     return tensor[0].numel() if len(tensor) else 0
 
 
+def check_heads(
+    op: str, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], backend: Backend = Backend.CPU
+) -> tuple[int, int]:
+    """A float32 tensor of this shape [rows, heads, D] where the backend reads it, each head contiguous; returns how many elements lie from a row's beginning to the next one's, and from a head's."""
+    if tensor.is_contiguous() or not tensor.numel():
+        check_tensor(op, name, tensor, torch.float32, shape, backend)
+        return tensor.stride(0), tensor.stride(1)
+    check_tensor(op, name, tensor[0, 0], torch.float32, shape[2:], backend)
+    if any(wanted is not None and wanted != size for wanted, size in zip(shape, tensor.shape, strict=True)):
+        raise KernelError(f"{op}: {name} must have shape {list(shape)}, got {list(tensor.shape)}")
+    if tensor.stride(0) < 0 or tensor.stride(1) < tensor.shape[2]:
+        raise KernelError(f"{op}: heads of {name} overlap")
+    return tensor.stride(0), tensor.stride(1)
+
+
 def sizes(op: str, name: str, tensor: torch.Tensor, num_dims: int) -> torch.Size:
     """The shape of a tensor that must have so many dimensions."""
     if tensor.ndim != num_dims:

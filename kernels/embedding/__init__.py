@@ -11,8 +11,10 @@ from kernels.gpu_weights import GpuDenseWeight, GpuInt4Weight, GpuInt8Weight
 from kernels.weights import AnyWeight, DenseWeight
 
 
-def embedding(ids: torch.Tensor, w: AnyWeight, out: torch.Tensor | None = None, *, backend: Backend) -> torch.Tensor:
-    """ids int64 [T] -> float32 [T, K], in `out` if given. Raises KernelError for an id outside W."""
+def embedding(
+    ids: torch.Tensor, w: AnyWeight, out: torch.Tensor | None = None, *, factor: float = 1.0, backend: Backend
+) -> torch.Tensor:
+    """ids int64 [T] -> float32 [T, K], rows of W times `factor`, in `out` if given. Raises KernelError for an id outside W."""
     is_placed = isinstance(w, GpuInt4Weight | GpuInt8Weight | GpuDenseWeight)
     if is_placed is not (backend is Backend.GPU):
         raise KernelError(f"embedding: w is not laid out for {backend}, got {type(w).__name__}")
@@ -29,17 +31,19 @@ def embedding(ids: torch.Tensor, w: AnyWeight, out: torch.Tensor | None = None, 
             from kernels.embedding.gpu import embedding_gpu
 
             embedding_gpu(ids, w, result)
+            if factor != 1.0:
+                result.mul_(factor)
         return result
     if backend is Backend.REF:
-        return result.copy_(embedding_ref(ids, w))
+        return result.copy_(embedding_ref(ids, w) * factor)
     from kernels import _native
 
     if isinstance(w, DenseWeight):
         kind = NATIVE_TYPES[w.packed.dtype]
-        _native.dense_rows(w.packed.data_ptr(), kind, num_in, ids.data_ptr(), len(ids), result.data_ptr())
+        _native.dense_rows(w.packed.data_ptr(), kind, num_in, ids.data_ptr(), len(ids), factor, result.data_ptr())
     else:
         _native.quantized_rows(
             w.packed.data_ptr(), num_out, num_in, w.group_size, w.bits, w.scale_dtype.itemsize, w.has_minimum,
-            ids.data_ptr(), len(ids), result.data_ptr(),
+            ids.data_ptr(), len(ids), factor, result.data_ptr(),
         )  # fmt: skip
     return result

@@ -63,8 +63,29 @@ KvLayer layer_of(const LayerTuple& numbers) {
              at<const uint32_t>(rows), at<const int16_t>(k_words), at<const int16_t>(v_words)}};
 }
 
+void scale_rows(float* numbers, int64_t count, float factor) {
+    if (factor == 1.0f) return;
+    for (int64_t i = 0; i < count; ++i) numbers[i] *= factor;
+}
+
 QuantizedMatrix matrix(uintptr_t packed, int64_t n, int64_t k, int group, int bits, int scale_bytes, bool has_minimum) {
     return {at<const uint8_t>(packed), n, k, group, bits, scale_bytes, has_minimum};
+}
+
+// Experts as `moe/native.py` describes them: address and bytes of one; sizes; group, bits (0: dense), scale bytes, minimum; dense type.
+using ExpertsTuple = std::tuple<uintptr_t, int64_t, int64_t, int64_t, int, int, int, bool, int>;
+
+ExpertMatrices experts_of(const ExpertsTuple& numbers) {
+    const auto& [packed, expert_bytes, n, k, group, bits, scale_bytes, has_minimum, type] = numbers;
+    return {at<const uint8_t>(packed), expert_bytes, matrix(0, n, k, group, bits, scale_bytes, has_minimum), bits == 0, static_cast<Dense>(type)};
+}
+
+// Bias, number of experts, top_k, groups, top groups; sigmoid, normalized; scale.
+using RoutingTuple = std::tuple<uintptr_t, int64_t, int64_t, int64_t, int64_t, bool, bool, float>;
+
+Routing routing_of(const RoutingTuple& numbers) {
+    const auto& [bias, num_experts, top_k, num_groups, top_groups, is_sigmoid, is_normalized, scale] = numbers;
+    return {at<const float>(bias), num_experts, top_k, num_groups, top_groups, is_sigmoid, is_normalized, scale};
 }
 
 }  // namespace
@@ -91,18 +112,22 @@ NB_MODULE(_native, m) {
         submit([=, run = ops().quantized_matmul] { run(at<const float>(x), rows, w, at<float>(out), stride); });
     });
     m.def("quantized_rows", [](uintptr_t packed, int64_t n, int64_t k, int group, int bits, int scale_bytes, bool has_minimum,
-                               uintptr_t ids, int64_t count, uintptr_t out) {
+                               uintptr_t ids, int64_t count, float factor, uintptr_t out) {
         const auto w = matrix(packed, n, k, group, bits, scale_bytes, has_minimum);
-        submit([=, run = ops().quantized_rows] { run(w, at<const int64_t>(ids), count, at<float>(out)); });
+        submit([=, run = ops().quantized_rows] {
+            run(w, at<const int64_t>(ids), count, at<float>(out));
+            scale_rows(at<float>(out), count * k, factor);
+        });
     });
     m.def("dense_matmul", [](uintptr_t x, int64_t rows, uintptr_t w, int type, int64_t n, int64_t k, uintptr_t out, int64_t stride) {
         submit([=, run = ops().dense_matmul] {
             run(at<const float>(x), rows, at<const void>(w), static_cast<Dense>(type), n, k, at<float>(out), stride);
         });
     });
-    m.def("dense_rows", [](uintptr_t w, int type, int64_t k, uintptr_t ids, int64_t count, uintptr_t out) {
+    m.def("dense_rows", [](uintptr_t w, int type, int64_t k, uintptr_t ids, int64_t count, float factor, uintptr_t out) {
         submit([=, run = ops().dense_rows] {
             run(at<const void>(w), static_cast<Dense>(type), k, at<const int64_t>(ids), count, at<float>(out));
+            scale_rows(at<float>(out), count * k, factor);
         });
     });
     m.def("take_rows", [](uintptr_t x, uintptr_t rows, int64_t count, int64_t cols, uintptr_t out) {
@@ -117,13 +142,30 @@ NB_MODULE(_native, m) {
             run(at<const float>(x), at<float>(residual), at<const float>(weight), eps, rows, cols, at<float>(out));
         });
     });
-    m.def("rotary", [](uintptr_t x, int64_t stride, uintptr_t positions, uintptr_t table, int64_t rows, int64_t heads, int64_t head_dim) {
+    m.def("rotary", [](uintptr_t x, int64_t row_stride, int64_t head_stride, uintptr_t positions, uintptr_t table, int64_t rows,
+                       int64_t heads, int64_t head_dim) {
         submit([=, run = ops().rotary] {
-            run(at<float>(x), stride, at<const int32_t>(positions), at<const float>(table), rows, heads, head_dim);
+            run(at<float>(x), row_stride, head_stride, at<const int32_t>(positions), at<const float>(table), rows, heads, head_dim);
         });
     });
     m.def("silu_mul", [](uintptr_t gate, uintptr_t up, int64_t stride, int64_t rows, int64_t cols, uintptr_t out) {
         submit([=, run = ops().silu_mul] { run(at<const float>(gate), at<const float>(up), stride, rows, cols, at<float>(out)); });
+    });
+    m.def("gelu_mul", [](uintptr_t gate, uintptr_t up, int64_t stride, int64_t rows, int64_t cols, uintptr_t out) {
+        submit([=, run = ops().gelu_mul] { run(at<const float>(gate), at<const float>(up), stride, rows, cols, at<float>(out)); });
+    });
+    m.def("add_bias", [](uintptr_t x, int64_t stride, uintptr_t bias, int64_t rows, int64_t cols) {
+        submit([=, run = ops().add_bias] { run(at<float>(x), stride, at<const float>(bias), rows, cols); });
+    });
+    m.def("head_norm", [](uintptr_t x, int64_t row_stride, int64_t head_stride, uintptr_t weight, float eps, int64_t rows, int64_t heads,
+                          int64_t dim) {
+        submit([=, run = ops().head_norm] { run(at<float>(x), row_stride, head_stride, at<const float>(weight), eps, rows, heads, dim); });
+    });
+    m.def("moe", [](uintptr_t x, uintptr_t logits, uintptr_t added, uintptr_t out, int64_t rows, const RoutingTuple& routing,
+                    const ExpertsTuple& gate_up, const ExpertsTuple& down) {
+        const MoeCall call{at<const float>(x), at<const float>(logits), at<const float>(added), at<float>(out), rows,
+                           routing_of(routing), experts_of(gate_up), experts_of(down)};
+        submit([=, run = ops().moe] { run(call); });
     });
     m.def("kv_write", [](uintptr_t k, uintptr_t v, int64_t stride, uintptr_t slots, int64_t rows, const LayerTuple& pool) {
         submit([=, target = layer_of(pool), run = ops().kv_write] {

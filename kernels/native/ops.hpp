@@ -64,13 +64,46 @@ struct AttentionCall {
     int64_t* violations;        // [num_sequences]
 };
 
+// How a row chooses `top_k` experts, and what their results count.
+struct Routing {
+    const float* bias;  // [num_experts], added to the scores for the choice alone; null: none
+    int64_t num_experts;
+    int64_t top_k;
+    int64_t num_groups;  // of neighbouring experts
+    int64_t top_groups;  // that may be chosen from
+    bool is_sigmoid;     // else softmax
+    bool is_normalized;  // the chosen experts' scores are divided by their sum
+    float scale;
+};
+
+// One matrix of each expert, all of one shape and format, one behind the other.
+struct ExpertMatrices {
+    const uint8_t* packed;
+    int64_t expert_bytes;
+    QuantizedMatrix one;  // sizes; of a dense matrix num_rows and num_cols alone
+    bool is_dense;
+    Dense type;
+};
+
+struct MoeCall {
+    const float* x;       // [num_rows, hidden]
+    const float* logits;  // [num_rows, num_experts]
+    const float* added;   // [num_rows, hidden]; null: nothing
+    float* out;           // [num_rows, hidden]
+    int64_t num_rows;
+    Routing routing;
+    ExpertMatrices gate_up;  // [2 * size, hidden], gate in the first half
+    ExpertMatrices down;     // [hidden, size]
+};
+
 struct Ops {
     const char* name;
     // out: rows that begin out_stride apart
     void (*quantized_matmul)(const float* x, int64_t num_rows, const QuantizedMatrix& w, float* out, int64_t out_stride);
     void (*dense_matmul)(const float* x, int64_t m, const void* w, Dense type, int64_t n, int64_t k, float* out, int64_t out_stride);
     void (*rms_norm)(const float* x, float* residual, const float* weight, float eps, int64_t rows, int64_t cols, float* out);
-    void (*rotary)(float* x, int64_t stride, const int32_t* positions, const float* table, int64_t rows, int64_t heads, int64_t head_dim);
+    void (*rotary)(float* x, int64_t row_stride, int64_t head_stride, const int32_t* positions, const float* table, int64_t rows, int64_t heads,
+                   int64_t head_dim);
     void (*silu_mul)(const float* gate, const float* up, int64_t stride, int64_t rows, int64_t cols, float* out);
     void (*kv_write)(const float* k, const float* v, int64_t stride, const int64_t* slots, int64_t rows, const KvLayer& layer);
     void (*paged_attention)(const AttentionCall& call, const KvLayer& layer);
@@ -82,6 +115,10 @@ struct Ops {
                          const KvLayer& first, int64_t num_layers);
     void (*quantized_rows)(const QuantizedMatrix& w, const int64_t* ids, int64_t count, float* out);
     void (*dense_rows)(const void* w, Dense type, int64_t k, const int64_t* ids, int64_t count, float* out);
+    void (*head_norm)(float* x, int64_t row_stride, int64_t head_stride, const float* weight, float eps, int64_t rows, int64_t heads, int64_t dim);
+    void (*add_bias)(float* x, int64_t stride, const float* bias, int64_t rows, int64_t cols);
+    void (*gelu_mul)(const float* gate, const float* up, int64_t stride, int64_t rows, int64_t cols, float* out);
+    void (*moe)(const MoeCall& call);
 };
 
 const Ops& portable_ops();

@@ -6,6 +6,7 @@
 
 #include "attention.hpp"
 #include "dense_matmul.hpp"
+#include "moe.hpp"
 #include "ops.hpp"
 #include "page_seal.hpp"
 #include "quantized_matmul.hpp"
@@ -15,7 +16,8 @@ namespace sluicegate {
 
 const Ops& SLUICEGATE_OPS() {
     static const Ops ops{SLUICEGATE_OPS_NAME, quantized_matmul, dense_matmul, rms_norm, rotary,
-                         silu_mul, kv_write, paged_attention, open_pages, rekey_pages, verify_pages, quantized_rows, dense_rows};
+                         silu_mul, kv_write, paged_attention, open_pages, rekey_pages, verify_pages, quantized_rows, dense_rows,
+                         head_norm, add_bias, gelu_mul, moe};
     return ops;
 }
 

@@ -27,6 +27,16 @@ void for_rows(int64_t rows, int64_t cost, const Body& body) {
     });
 }
 
+inline float inverse_rms(const float* from, int64_t count, float eps) {
+    Floats squares = {};
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        for (int j = 0; j < kLanes; ++j) squares.v[j] = __builtin_fmaf(from[i + j], from[i + j], squares.v[j]);
+    }
+    for (int j = 0; i + j < count; ++j) squares.v[j] = __builtin_fmaf(from[i + j], from[i + j], squares.v[j]);
+    return 1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(count) + eps);
+}
+
 void rms_norm(const float* x, float* residual, const float* weight, float eps, int64_t rows, int64_t cols, float* out) {
     for_rows(rows, cols, [=](int64_t row) {
         const float* from = x + row * cols;
@@ -35,25 +45,20 @@ void rms_norm(const float* x, float* residual, const float* weight, float eps, i
             for (int64_t i = 0; i < cols; ++i) sum[i] += from[i];
             from = sum;
         }
-        Floats squares = {};
-        int64_t i = 0;
-        for (; i + kLanes <= cols; i += kLanes) {
-            for (int j = 0; j < kLanes; ++j) squares.v[j] = __builtin_fmaf(from[i + j], from[i + j], squares.v[j]);
-        }
-        for (int j = 0; i + j < cols; ++j) squares.v[j] = __builtin_fmaf(from[i + j], from[i + j], squares.v[j]);
-        const float inverse = 1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(cols) + eps);
+        const float inverse = inverse_rms(from, cols, eps);
         for (int64_t j = 0; j < cols; ++j) out[row * cols + j] = from[j] * inverse * weight[j];
     });
 }
 
 // table: [positions, 2, head_dim / 2], cosines then sines
-void rotary(float* x, int64_t stride, const int32_t* positions, const float* table, int64_t rows, int64_t heads, int64_t head_dim) {
+void rotary(float* x, int64_t row_stride, int64_t head_stride, const int32_t* positions, const float* table, int64_t rows, int64_t heads,
+            int64_t head_dim) {
     const int64_t half = head_dim / 2;
     for_rows(rows, heads * head_dim, [=](int64_t row) {
         const float* cosines = table + static_cast<int64_t>(positions[row]) * head_dim;
         const float* sines = cosines + half;
         for (int64_t head = 0; head < heads; ++head) {
-            float* a = x + row * stride + head * head_dim;
+            float* a = x + row * row_stride + head * head_stride;
             float* b = a + half;
             for (int64_t i = 0; i < half; ++i) {
                 const float first = a[i], second = b[i];
@@ -64,17 +69,50 @@ void rotary(float* x, int64_t stride, const int32_t* positions, const float* tab
     });
 }
 
+// Each head of each row by itself, in place.
+void head_norm(float* x, int64_t row_stride, int64_t head_stride, const float* weight, float eps, int64_t rows, int64_t heads, int64_t dim) {
+    for_rows(rows, heads * dim, [=](int64_t row) {
+        for (int64_t head = 0; head < heads; ++head) {
+            float* at = x + row * row_stride + head * head_stride;
+            const float inverse = inverse_rms(at, dim, eps);
+            for (int64_t i = 0; i < dim; ++i) at[i] = at[i] * inverse * weight[i];
+        }
+    });
+}
+
+void add_bias(float* x, int64_t stride, const float* bias, int64_t rows, int64_t cols) {
+    for_rows(rows, cols, [=](int64_t row) {
+        for (int64_t i = 0; i < cols; ++i) x[row * stride + i] += bias[i];
+    });
+}
+
+// 1 / (1 + e^-z) by e^-|z| or its mirror image: the exponential never overflows. A NaN stays one.
+inline float sigmoid(float z) {
+    const float e = exp_neg(-std::fabs(z));
+    const float positive = 1.0f / (1.0f + e);
+    return z >= 0.0f ? positive : e * positive;
+}
+
 void silu_mul(const float* gate, const float* up, int64_t stride, int64_t rows, int64_t cols, float* out) {
     for_rows(rows, cols * 4, [=](int64_t row) {
         const float* g = gate + row * stride;
         const float* u = up + row * stride;
         float* o = out + row * cols;
         for (int64_t i = 0; i < cols; ++i) {
-            // 1 / (1 + e^-|g|) and its mirror image: the exponential never overflows. A NaN stays one.
-            const float e = exp_neg(-std::fabs(g[i]));
-            const float positive = 1.0f / (1.0f + e);
-            const float sigmoid = g[i] >= 0.0f ? positive : e * positive;
-            o[i] = g[i] * sigmoid * u[i];
+            o[i] = g[i] * sigmoid(g[i]) * u[i];
+        }
+    });
+}
+
+// GELU's tanh form: (1 + tanh(z / 2)) / 2 is the sigmoid of z.
+void gelu_mul(const float* gate, const float* up, int64_t stride, int64_t rows, int64_t cols, float* out) {
+    for_rows(rows, cols * 4, [=](int64_t row) {
+        const float* g = gate + row * stride;
+        const float* u = up + row * stride;
+        float* o = out + row * cols;
+        for (int64_t i = 0; i < cols; ++i) {
+            const float z = g[i] * __builtin_fmaf(g[i] * g[i], 0.0713548162726f, 1.5957691216057f);
+            o[i] = g[i] * sigmoid(z) * u[i];
         }
     });
 }

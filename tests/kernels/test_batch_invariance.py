@@ -8,6 +8,8 @@ import torch
 from kernels import _native
 from kernels.backend import Backend
 from kernels.dense_matmul import dense_matmul
+from kernels.gelu_mul import gelu_mul
+from kernels.head_norm import head_norm
 from kernels.int4_matmul import int4_matmul
 from kernels.int8_matmul import int8_matmul
 from kernels.kv_pool import AttentionRows, KvLayout, KvPool
@@ -24,7 +26,9 @@ WIDTH = 96
 RowOp = Callable[[torch.Tensor, Backend], torch.Tensor]
 
 
-@pytest.fixture(params=["int4", "int8", "bf16", "f16", "f32", "rms_norm", "rotary", "silu_mul"])
+@pytest.fixture(
+    params=["int4", "int8", "bf16", "f16", "f32", "rms_norm", "rotary", "silu_mul", "gelu_mul", "head_norm"]
+)
 def op(request: pytest.FixtureRequest, make_int4, make_int8) -> RowOp:
     """Each op as a function of rows float32 [M, 96] alone; rotary's position is the row's first number, so that it travels along."""
     four, eight = make_int4(70, WIDTH), make_int8(70, WIDTH, minimum=True)
@@ -40,12 +44,19 @@ def op(request: pytest.FixtureRequest, make_int4, make_int8) -> RowOp:
         rotary(turned, x[:, 0].nan_to_num().abs().clamp(max=63).int(), table, backend=backend)
         return turned.flatten(1)
 
+    def normalize(x: torch.Tensor, backend: Backend) -> torch.Tensor:
+        heads = x.clone().view(-1, WIDTH // 48, 48)
+        head_norm(heads, weight[:48].contiguous(), 1e-6, backend=backend)
+        return heads.flatten(1)
+
     ops: dict[str, RowOp] = {
         "int4": lambda x, backend: int4_matmul(x, four, backend=backend),
         "int8": lambda x, backend: int8_matmul(x, eight, backend=backend),
         "rms_norm": lambda x, backend: rms_norm(x, weight, 1e-6, backend=backend),
         "rotary": turn,
         "silu_mul": lambda x, backend: silu_mul(x, backend=backend),
+        "gelu_mul": lambda x, backend: gelu_mul(x, backend=backend),
+        "head_norm": normalize,
     }
     if request.param in dense:
         return lambda x, backend: dense_matmul(x, dense[request.param], backend=backend)

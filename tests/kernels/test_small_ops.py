@@ -3,8 +3,12 @@
 import pytest
 import torch
 
+from kernels.add_bias import add_bias
 from kernels.backend import Backend
 from kernels.embedding import embedding
+from kernels.errors import KernelError
+from kernels.gelu_mul import gelu_mul
+from kernels.head_norm import head_norm
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 from kernels.rotary.ref import rotary_table
@@ -81,12 +85,74 @@ def test_silu_mul_of_large_gates(backend):
     assert torch.equal(torch.tensor([[0.0, 0.0, 0.0, 0.0, 200.0, 1e30]]), y)
 
 
+@pytest.mark.parametrize(("rows", "heads", "dim", "part"), [(1, 2, 8, 4), (9, 3, 24, 10), (33, 5, 64, 32)])
+def test_rotary_of_a_part(backend, check_close, rows, heads, dim, part):
+    """A part of each head of each row turns where it lies, and nothing around it changes."""
+    whole, table = torch.randn(rows, heads + 2, dim), rotary_table(torch.rand(part // 2), 64)
+    before, positions = whole.clone(), torch.randint(0, 64, (rows,), dtype=torch.int32)
+    turned = whole[:, 1:-1, 2 : 2 + part].clone()
+    rotary(turned, positions, table, backend=backend)
+    rotary(whole[:, 1:-1, 2 : 2 + part], positions, table, backend=backend)
+    assert torch.equal(turned, whole[:, 1:-1, 2 : 2 + part])
+    whole[:, 1:-1, 2 : 2 + part] = before[:, 1:-1, 2 : 2 + part]
+    assert torch.equal(before, whole)
+
+
+def test_heads_that_overlap_are_refused(backend):
+    """A view whose heads share numbers can't be turned in place."""
+    with pytest.raises(KernelError, match="overlap"):
+        rotary(
+            torch.zeros(64).as_strided((2, 3, 8), (24, 4, 1)),
+            torch.zeros(2, dtype=torch.int32),
+            rotary_table(torch.rand(4), 4),
+            backend=backend,
+        )
+
+
+@pytest.mark.parametrize(("rows", "heads", "dim"), [(1, 1, 1), (3, 2, 17), (40, 3, 128), (5, 4, 256)])
+def test_head_norm(backend, check_close, rows, heads, dim):
+    """Each head is normalized by itself, in place, among neighbours that stay."""
+    whole, weight = torch.randn(rows, heads + 2, dim) * 7, torch.randn(dim)
+    before = whole.clone()
+    head_norm(whole[:, 1:-1], weight, 1e-6, backend=backend)
+    expected = exact_norm(before[:, 1:-1].reshape(-1, dim), weight, 1e-6).view(rows, heads, dim)
+    check_close("rms_norm", whole[:, 1:-1], expected)
+    assert torch.equal(before[:, [0, -1]], whole[:, [0, -1]])
+
+
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_add_bias(backend, rows, size):
+    """Every row of a part of a wider tensor takes the vector; the rest stays."""
+    whole, bias = torch.randn(rows, size + 3), torch.randn(size)
+    expected = whole.clone()
+    expected[:, 1 : size + 1] += bias
+    add_bias(whole[:, 1 : size + 1], bias, backend=backend)
+    assert torch.equal(expected, whole)
+
+
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_gelu_mul(backend, check_close, poisoned, rows, size):
+    """gelu(gate) * up for any number of rows of any width, written whole."""
+    gate_up = torch.randn(rows, 2 * size) * 4
+    y = gelu_mul(gate_up, poisoned(rows, size), backend=backend)
+    gate, up = gate_up.double().chunk(2, dim=1)
+    check_close("gelu_mul", y, torch.nn.functional.gelu(gate, approximate="tanh") * up)
+
+
+def test_gelu_mul_of_large_gates(backend):
+    """A gate whose cube overflows passes or is shut, without NaN."""
+    gates = torch.tensor([[-1e30, -200.0, -0.0, 0.0, 200.0, 1e30]])
+    y = gelu_mul(torch.cat([gates, torch.ones_like(gates)], dim=1), backend=backend)
+    assert torch.equal(torch.tensor([[0.0, 0.0, 0.0, 0.0, 200.0, 1e30]]), y)
+
+
 def test_embedding_takes_rows(backend, make_int4, make_int8):
     """Rows come dequantized, in the order of the ids, from a matrix of any kind."""
     ids = torch.tensor([16, 0, 32, 16])
     dense = [DenseWeight.from_matrix(torch.randn(33, 5).to(t)) for t in (torch.bfloat16, torch.float16, torch.float32)]
     for weight in (make_int4(33, 64), make_int8(33, 64), *dense):
         assert torch.equal(weight.dequantize()[ids], embedding(ids, weight, backend=backend))
+        assert torch.equal(weight.dequantize()[ids] * 25.3, embedding(ids, weight, factor=25.3, backend=backend))
 
 
 def test_no_rows_are_no_error(backend, make_int4):
@@ -104,8 +170,9 @@ def test_instruction_sets_agree_bit_for_bit(on_each_isa):
 
     def call() -> torch.Tensor:
         turned = rms_norm(x, weight, 1e-6, backend=Backend.CPU).view(40, 2, 48)
+        head_norm(turned, weight[:48], 1e-6, backend=Backend.CPU)
         rotary(turned, positions, table, backend=Backend.CPU)
-        return silu_mul(turned.view(40, 96), backend=Backend.CPU)
+        return torch.cat([gate(turned.view(40, 96), backend=Backend.CPU) for gate in (silu_mul, gelu_mul)])
 
     results = list(on_each_isa(call).values())
     for other in results[1:]:

@@ -1,8 +1,8 @@
 """Models and the files they come from.
 
 Reading order: `errors`, `config`, `rope`, `tensors` (a tensor between file and kernel), `checkpoint` (what the loader asks of any format); GGUF:
-`gguf_header`, `gguf_quants`, `gguf_tokenizer`, `gguf_file`; Hugging Face folders: `hf_fields`, `safetensors_file`, `folder_tokenizer`; then `tokenizer_json`, `added_tokens`,
+`gguf_header`, `gguf_config`, `gguf_quants`, `gguf_tokenizer`, `gguf_file`; Hugging Face folders: `hf_fields`, `safetensors_file`, `folder_tokenizer`; then `tokenizer_json`, `added_tokens`,
 `token_bytes`. Forward passes: `step` (one pass' input), `workspace` (its memory), `recorded_steps` (on a CPU), `cuda_graphs` (on a GPU), `model` (what the engine asks),
-`decoder` (layers, and what they consist of), `projection`, `attention`, `feed_forward`. Each architecture puts these together in one file: `llama`; `architectures` is the table of them,
+`decoder` (layers, and what they consist of), `projection`, `attention`, `feed_forward`, `mixture`. Each architecture puts these together in one file: `llama`, `qwen2`, `qwen3`, `qwen3_moe`, `gemma3`, `glm4_moe`; `architectures` is the table of them,
 and `load` the way from a path to a model.
 """

@@ -25,6 +25,10 @@ class TensorSource(Protocol):
         """One tensor, checked to have this shape; raises ModelError."""
         ...
 
+    def read_expert(self, name: str, shape: tuple[int, ...], expert: int) -> Rows:
+        """One expert's part of a tensor of all experts, checked to have this shape [num_experts, ...]; raises ModelError."""
+        ...
+
 
 class TensorName(Protocol):
     """What a format calls a tensor."""
@@ -46,13 +50,20 @@ class Checkpoint:
     digest: str
     label: str
     rope_factors_name: str | None = None
+    stacks_experts: bool = False  # one tensor holds a matrix of all experts
     ignored: frozenset[str] = frozenset()
     ignored_prefixes: tuple[str, ...] = ()
     _taken: set[str] = field(default_factory=set)
 
-    def matrix(self, role: str, layer: int | None, shape: tuple[int, int]) -> Rows:
+    def matrix(self, role: str, layer: int | None, shape: tuple[int, int], expert: int | None = None) -> Rows:
         """A matrix, as it's stored."""
-        return self._take(self.tensor_name(role, layer), shape)
+        name = self.tensor_name(role, layer, expert)
+        if expert is None or not self.stacks_experts:
+            return self._take(name, shape)
+        assert self.config.experts is not None
+        rows = self.source.read_expert(name, (self.config.experts.num_experts, *shape), expert)
+        self._note(name if expert == 0 else f"{name}[{expert}]", name, rows)
+        return rows
 
     def vector(self, role: str, layer: int | None, size: int) -> torch.Tensor:
         """An unquantized vector, float32."""
@@ -62,7 +73,7 @@ class Checkpoint:
         """Divisors of the rotary frequencies [head_dim / 2], if the checkpoint stores them."""
         if self.rope_factors_name is None or self.rope_factors_name not in set(self.source.names()):
             return None
-        factors = self._vector(self.rope_factors_name, self.config.head_dim // 2)
+        factors = self._vector(self.rope_factors_name, (self.config.rotary_dim or self.config.head_dim) // 2)
         if not bool((factors > 0).all()):
             raise ModelError(f"{self.label}: tensor {self.rope_factors_name!r} has values that are not positive")
         return factors
@@ -81,10 +92,14 @@ class Checkpoint:
         return values.float()
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Rows:
-        if name in self._taken:
-            raise ModelError(f"{self.label}: tensor {name!r} is used twice")
         rows = self.source.read(name, shape)
+        self._note(name, name, rows)
+        return rows
+
+    def _note(self, part: str, name: str, rows: Rows) -> None:
+        """Count what was taken, of the tensor of this name."""
+        if part in self._taken:
+            raise ModelError(f"{self.label}: tensor {name!r} is used twice")
         if not is_finite(rows):
             raise ModelError(f"{self.label}: tensor {name!r} has values that are not finite")
-        self._taken.add(name)
-        return rows
+        self._taken.add(part)

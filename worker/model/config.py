@@ -7,6 +7,7 @@ from worker.model.errors import ModelError
 
 MAX_LAYERS = 1024
 MAX_SIZE = 1 << 20
+MAX_EXPERTS = 4096
 MAX_CONTEXT = 1 << 20  # the rotary table has a row for each position
 
 
@@ -14,19 +15,58 @@ MAX_CONTEXT = 1 << 20  # the rotary table has a row for each position
 class RopeScaling:
     """How rotary frequencies are stretched to longer contexts.
 
-    `linear` divides all by `factor`. `llama3` divides low ones by it, keeps high ones and blends between (Llama 3.1).
+    `linear` divides all by `factor`. `llama3` divides low ones by it, keeps high ones and blends between (Llama 3.1). `yarn` does so
+    between dimensions that turn `beta_fast` and `beta_slow` times in the original context, and multiplies cosines and sines by
+    `attention_factor` (Peng et al., 2023).
     """
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3", "yarn"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    mscale_all_dim: float = 0.0  # DeepSeek scales attention's scores by the square of `yarn_mscale` of this
+    truncate: bool = True  # whether the ends of the blend are whole dimensions
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A model's mixtures of experts. How rows choose is said in `kernels.moe.Routing`."""
+
+    num_experts: int
+    top_k: int
+    size: int  # inside an expert
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    has_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    normalize: bool = False
+    scale: float = 1.0
+    shared_size: int = 0  # inside the part that every row goes through; 0: there is none
+    dense_layers: frozenset[int] = frozenset()  # layers with an ordinary feed-forward
+
+    def check(self, source: str) -> None:
+        """Raise ModelError for numbers that no model has."""
+        if not 1 <= self.num_experts <= MAX_EXPERTS:
+            raise ModelError(f"{source}: number of experts {self.num_experts} is out of range")
+        if not (1 <= self.size <= MAX_SIZE and 0 <= self.shared_size <= MAX_SIZE):
+            raise ModelError(f"{source}: size of experts {self.size} or {self.shared_size} is out of range")
+        if self.num_groups < 1 or self.num_experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
+            raise ModelError(
+                f"{source}: {self.num_experts} experts in {self.num_groups} groups, of which {self.top_groups} are chosen, can't be"
+            )
+        if not 1 <= self.top_k <= self.num_experts // self.num_groups * self.top_groups:
+            raise ModelError(f"{source}: number of chosen experts {self.top_k} is out of range")
+        if not 0 < self.scale < 1e6:
+            raise ModelError(f"{source}: factor of experts {self.scale} is out of range")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Hyperparameters of a decoder-only transformer of the llama family."""
+    """Hyperparameters of a decoder-only transformer. What an architecture doesn't have keeps its default."""
 
     architecture: str
     num_layers: int
@@ -41,6 +81,17 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: RopeScaling | None
     tie_embeddings: bool
+    rotary_dim: int | None = None  # the first dimensions of a head are rotated; None: all
+    qkv_bias: bool = False
+    o_bias: bool = False
+    ffn_bias: bool = False
+    qk_norm: bool = False  # each head of queries and keys is normalized
+    softmax_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    windows: tuple[int | None, ...] = ()  # how far each layer looks back; empty: all of them without end
+    local_rope_theta: float | None = None  # the base of layers with a window, if it's another
+    embedding_factor: float = 1.0
+    norm_offset: float = 0.0  # what a norm's factor is more than the number in the checkpoint
+    experts: ExpertsConfig | None = None
 
     def check(self, source: str) -> None:
         """Raise ModelError for numbers that no model has: they'd become huge allocations or wrong shapes."""
@@ -59,5 +110,14 @@ class ModelConfig:
             raise ModelError(f"{source}: {self.num_heads} heads are no multiple of {self.num_kv_heads} kv heads")
         if self.head_dim % 8 or self.head_dim > 256:
             raise ModelError(f"{source}: head_dim {self.head_dim} is not a multiple of 8 up to 256")
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim):
+            raise ModelError(f"{source}: {self.rotary_dim} rotated dimensions of {self.head_dim} can't be")
+        if len(self.windows) not in (0, self.num_layers) or any(w is not None and w < 1 for w in self.windows):
+            raise ModelError(f"{source}: windows of attention are out of range")
+        if self.experts is not None:
+            self.experts.check(source)
+        for name, number in (("rope_theta of windows", self.local_rope_theta), ("softmax_scale", self.softmax_scale)):
+            if number is not None and not 0 < number < 1e12:
+                raise ModelError(f"{source}: {name} {number} is out of range")
         if not (0 < self.rms_eps < 1 and 1 < self.rope_theta < 1e12):
             raise ModelError(f"{source}: rms_eps {self.rms_eps} or rope_theta {self.rope_theta} is out of range")

@@ -16,9 +16,8 @@ from kernels.kv_pool import KvDtype, KvLayout, KvPool
 from kernels.matmul import matmul
 from kernels.rms_norm import rms_norm
 from kernels.take_rows import take_rows
-from kernels.weights import Weight
 from worker.model.checkpoint import Checkpoint
-from worker.model.projection import load_matrix
+from worker.model.projection import load_matrix, load_norm
 from worker.model.recorded_steps import RecordedSteps
 from worker.model.step import StepInput
 from worker.model.workspace import Buffer, Workspace
@@ -33,8 +32,8 @@ class Part(Protocol):
         ...
 
     @property
-    def weights(self) -> tuple[Weight, ...]:
-        """All matrices."""
+    def nbytes(self) -> int:
+        """Bytes of all matrices."""
         ...
 
 
@@ -56,12 +55,17 @@ class FeedForward(Part, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """residual += attention(norm(residual)), then residual += feed_forward(norm(residual)). Norms float32 [hidden]."""
+    """residual += attention(norm(residual)), then residual += feed_forward(norm(residual)). Norms float32 [hidden].
+
+    What a part adds may be normalized too, by its `post` norm.
+    """
 
     attn_norm: torch.Tensor
     attention: Attention
     ffn_norm: torch.Tensor
     feed_forward: FeedForward
+    post_attn_norm: torch.Tensor | None = None
+    post_ffn_norm: torch.Tensor | None = None
 
 
 class Decoder:
@@ -74,7 +78,7 @@ class Decoder:
         self._backend = backend
         self._layers = tuple(layers)
         self._embedding = load_matrix(checkpoint, "embedding", matrix)
-        self._final_norm = checkpoint.vector("final_norm", None, hidden)
+        self._final_norm = load_norm(checkpoint, "final_norm", None, hidden)
         self._head = self._embedding if config.tie_embeddings else load_matrix(checkpoint, "head", matrix)
         self._residual, self._x = Buffer("residual", (hidden,)), Buffer("x", (hidden,))
         self._added, self._last = Buffer("added", (hidden,)), Buffer("last", (hidden,))
@@ -84,10 +88,9 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all matrices; a tied head counts once."""
-        weights = [self._embedding] + ([] if self.config.tie_embeddings else [self._head])
-        for layer in self._layers:
-            weights.extend(layer.attention.weights + layer.feed_forward.weights)
-        return sum(weight.nbytes for weight in weights)
+        head_bytes = 0 if self.config.tie_embeddings else self._head.nbytes
+        layers_bytes = sum(layer.attention.nbytes + layer.feed_forward.nbytes for layer in self._layers)
+        return self._embedding.nbytes + head_bytes + layers_bytes
 
     def kv_layout(self, num_pages: int, page_size: int, dtype: KvDtype) -> KvLayout:
         """The layout of a pool: keys and values of all layers."""
@@ -118,12 +121,16 @@ class Decoder:
         """The normalized last hidden states of the wanted rows, float32 [num_logits, hidden]."""
         backend, eps = self._backend, self.config.rms_eps
         residual, x, added = work[self._residual], work[self._x], work[self._added]
-        embedding(step.token_ids, self._embedding, residual, backend=backend)
+        embedding(step.token_ids, self._embedding, residual, factor=self.config.embedding_factor, backend=backend)
         rms_norm(residual, self._layers[0].attn_norm, eps, out=x, backend=backend)
         for index, layer in enumerate(self._layers):
             layer.attention(x, added, step, pool, work)
+            if layer.post_attn_norm is not None:
+                rms_norm(added, layer.post_attn_norm, eps, out=added, backend=backend)
             rms_norm(added, layer.ffn_norm, eps, residual=residual, out=x, backend=backend)
             layer.feed_forward(x, added, work)
+            if layer.post_ffn_norm is not None:
+                rms_norm(added, layer.post_ffn_norm, eps, out=added, backend=backend)
             is_last = index + 1 == len(self._layers)
             following = self._final_norm if is_last else self._layers[index + 1].attn_norm
             rms_norm(added, following, eps, residual=residual, out=x, backend=backend)

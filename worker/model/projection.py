@@ -1,10 +1,11 @@
-"""Matrices of a model, and how they come out of a checkpoint."""
+"""Matrices and norms of a model, and how they come out of a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from kernels.add_bias import add_bias
 from kernels.backend import Backend
 from kernels.matmul import matmul
 from kernels.weights import Weight
@@ -17,18 +18,32 @@ class Projection:
     """Matrices that share their input; they're one matrix where their formats allow it."""
 
     parts: tuple[Weight, ...]
+    bias: torch.Tensor | None  # float32 [sum of outs]
     backend: Backend
 
     @classmethod
     def load(
-        cls, checkpoint: Checkpoint, layer: int, shapes: Mapping[str, tuple[int, int]], backend: Backend
+        cls,
+        checkpoint: Checkpoint,
+        layer: int,
+        shapes: Mapping[str, tuple[int, int]],
+        backend: Backend,
+        *,
+        has_bias: bool = False,
     ) -> "Projection":
-        """The matrices of these roles, [out, in] each, one below the other."""
+        """The matrices of these roles, [out, in] each, one below the other; a bias has the role of its matrix and `_bias`."""
         parts = [checkpoint.matrix(role, layer, shape) for role, shape in shapes.items()]
         sources = [f"{checkpoint.label}: {checkpoint.tensor_name(role, layer)}" for role in shapes]
+        biases = [checkpoint.vector(f"{role}_bias", layer, out) for role, (out, _) in shapes.items() if has_bias]
+        bias = torch.cat(biases) if biases else None
         if can_stack(parts):
-            return cls((packed(stacked(parts), sources[0]),), backend)
-        return cls(tuple(packed(part, source) for part, source in zip(parts, sources, strict=True)), backend)
+            return cls((packed(stacked(parts), sources[0]),), bias, backend)
+        return cls(tuple(packed(part, source) for part, source in zip(parts, sources, strict=True)), bias, backend)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices."""
+        return sum(part.nbytes for part in self.parts)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """x float32 [T, in] -> out float32 [T, sum of outs]."""
@@ -36,6 +51,8 @@ class Projection:
         for part in self.parts:
             matmul(x, part, out[:, first : first + part.shape[0]], backend=self.backend)
             first += part.shape[0]
+        if self.bias is not None:
+            add_bias(out, self.bias, backend=self.backend)
         return out
 
 
@@ -43,3 +60,8 @@ def load_matrix(checkpoint: Checkpoint, role: str, shape: tuple[int, int]) -> We
     """A matrix that belongs to no layer."""
     rows = checkpoint.matrix(role, None, shape)
     return packed(rows, f"{checkpoint.label}: {checkpoint.tensor_name(role, None)}")
+
+
+def load_norm(checkpoint: Checkpoint, role: str, layer: int | None, size: int) -> torch.Tensor:
+    """The factors of a norm, float32 [size]."""
+    return checkpoint.vector(role, layer, size) + checkpoint.config.norm_offset

@@ -73,6 +73,12 @@ class SafetensorsSource:
         """All tensors."""
         return self._places
 
+    def read_expert(self, name: str, shape: tuple[int, ...], expert: int) -> Rows:
+        """One expert's part of a tensor in its own precision."""
+        whole = self.read(name, shape)
+        assert isinstance(whole, torch.Tensor)
+        return whole[expert]
+
     def read(self, name: str, shape: tuple[int, ...]) -> Rows:
         """A tensor in its own precision."""
         file_name = self._places.get(name)

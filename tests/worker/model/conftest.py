@@ -4,15 +4,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
-from transformers.masking_utils import eager_mask
-from transformers.models.llama.modeling_llama import eager_attention_forward
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kernels.backend import Backend, resolve
 from kernels.kv_pool import KvPool
@@ -64,62 +64,14 @@ def random_blocks() -> Callable[[str, tuple[int, int], int], np.ndarray]:
     return _random_blocks
 
 
-def _tokenizer_document() -> dict[str, Any]:
-    """A byte-level tokenizer.json with two merges and three control tokens after the ordinary tokens."""
-    alphabet = gguf_alphabet()
-    vocabulary = {character: index for index, character in enumerate([*alphabet, "he", "ll"])}
-    control = ["<s>", "</s>", "<|turn|>"]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": len(vocabulary) + i, "content": text, "special": True, "single_word": False, "lstrip": False,
-             "rstrip": False, "normalized": False}
-            for i, text in enumerate(control)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [258], "tokens": ["<s>"]}},
-        },
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-            "vocab": vocabulary, "merges": [["h", "e"], ["l", "l"]],
-        },
-    }  # fmt: skip
-
-
-def gguf_alphabet() -> list[str]:
-    """GPT-2's 256 printable stand-ins, in byte order, from its published definition."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    stand_in = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    return [stand_in[byte] for byte in range(256)]
-
-
 @pytest.fixture(scope="session")
-def byte_alphabet() -> list[str]:
+def byte_alphabet(tiny_models: ModuleType) -> list[str]:
     """GPT-2's stand-in for each byte."""
-    return gguf_alphabet()
-
-
-def _attention_to_bf16(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
-    """transformers' own attention, over keys and values rounded as a bfloat16 pool stores them."""
-    return eager_attention_forward(module, query, key.bfloat16().float(), value.bfloat16().float(), *args, **options)
-
-
-AttentionInterface.register("sluicegate_bf16_kv", _attention_to_bf16)
-AttentionMaskInterface.register("sluicegate_bf16_kv", eager_mask)
+    return tiny_models.byte_alphabet()
 
 
 @pytest.fixture(scope="session")
-def llama_in_transformers() -> Callable[..., LlamaForCausalLM]:
+def llama_in_transformers(tiny_models: ModuleType) -> Callable[..., LlamaForCausalLM]:
     """A factory of random float32 models; keywords override the configuration."""
 
     def make(**overrides: Any) -> LlamaForCausalLM:
@@ -143,20 +95,11 @@ def llama_in_transformers() -> Callable[..., LlamaForCausalLM]:
 
 
 @pytest.fixture
-def folder_of(tmp_path: Path) -> Callable[..., Path]:
+def folder_of(tmp_path: Path, tiny_models: ModuleType) -> Callable[..., Path]:
     """A factory of Hugging Face folders: (model, dtype, max_shard_size) -> folder."""
 
-    def write(model: LlamaForCausalLM, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB") -> Path:
-        folder = tmp_path / "model"
-        for parameter in model.parameters():  # buffers, such as rotary frequencies, keep their precision
-            parameter.data = parameter.data.to(dtype)
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.float()
-        tokenizer = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ messages[0].content }}"}
-        (folder / "tokenizer.json").write_text(json.dumps(_tokenizer_document()), encoding="utf-8")
-        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-        return folder
+    def write(model: PreTrainedModel, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB") -> Path:
+        return tiny_models.save(model, tmp_path / "model", dtype, max_shard_size)
 
     return write
 
@@ -167,8 +110,8 @@ def folder(llama_in_transformers: Callable[..., LlamaForCausalLM], folder_of: Ca
     return folder_of(llama_in_transformers())
 
 
-def _metadata(config: LlamaConfig) -> dict[str, Any]:
-    tokens = [*gguf_alphabet(), "he", "ll", "<s>", "</s>", "<|turn|>"]
+def _metadata(config: LlamaConfig, alphabet: list[str]) -> dict[str, Any]:
+    tokens = [*alphabet, "he", "ll", "<s>", "</s>", "<|turn|>"]
     tokens += [f"[PAD{i}]" for i in range(config.vocab_size - len(tokens))]
     return {
         "general.architecture": "llama",
@@ -237,7 +180,7 @@ def _reference_names(model: LlamaForCausalLM) -> dict[str, tuple[torch.nn.Parame
 
 
 @pytest.fixture
-def gguf_of(tmp_path: Path) -> Callable[..., Path]:
+def gguf_of(tmp_path: Path, byte_alphabet: list[str]) -> Callable[..., Path]:
     """A factory of GGUF files: (model, types, metadata, extra tensors) -> file.
 
     `types` maps an ending of a matrix' name to its type; others are F32, as vectors are. Where a type is quantized, random blocks are written
@@ -252,7 +195,7 @@ def gguf_of(tmp_path: Path) -> Callable[..., Path]:
         without: Sequence[str] = (),
     ) -> Path:
         path = tmp_path / "model.gguf"
-        all_metadata = _metadata(model.config) | dict(metadata or {})
+        all_metadata = _metadata(model.config, byte_alphabet) | dict(metadata or {})
         writer = gguf.GGUFWriter(path, all_metadata["general.architecture"])
         _add_metadata(writer, all_metadata)
         for index, (name, (parameter, num_heads)) in enumerate(_reference_names(model).items()):
@@ -310,6 +253,11 @@ class PagedRun:
         self.pages: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
 
+    def share(self, source: str, name: str, num_pages: int) -> None:
+        """Let a new sequence begin with the first pages of another, as a prefix hit does."""
+        self.pages[name] = self.pages[source][:num_pages]
+        self._lengths[name] = num_pages * self.page_size
+
     def feed(self, *batch: tuple[str, Sequence[int]]) -> list[torch.Tensor]:
         """One forward pass over (sequence, its next tokens); returns the logits of all its rows by sequence."""
         logits = self.forward(batch, torch.arange(sum(len(new) for _, new in batch)))
@@ -343,6 +291,28 @@ class PagedRun:
 def paged_run() -> type[PagedRun]:
     """The way to run a loaded model over pages."""
     return PagedRun
+
+
+@pytest.fixture(scope="session")
+def edit_json() -> Callable[..., None]:
+    """A function that changes fields of a JSON file."""
+
+    def edit(path: Path, **changes: Any) -> None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+@pytest.fixture(scope="session")
+def add_tensors() -> Callable[..., None]:
+    """A function that adds tensors to a folder's only file, or leaves some out."""
+
+    def add(folder: Path, tensors: Mapping[str, torch.Tensor], without: Sequence[str] = ()) -> None:
+        path = folder / "model.safetensors"
+        kept = {name: tensor for name, tensor in load_file(path).items() if name not in without}
+        save_file(kept | dict(tensors), path, metadata={"format": "pt"})
+
+    return add
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Rotary frequencies are those of transformers."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from worker.model.config import ModelConfig, RopeScaling
 from worker.model.errors import ModelError
+from worker.model.hf_fields import Fields, rope_scaling
 from worker.model.rope import inverse_frequencies
 
 LLAMA = ModelConfig(
@@ -22,7 +24,25 @@ CASES: dict[str, tuple[RopeScaling | None, dict[str, Any]]] = {
     "linear": (RopeScaling("linear", 2.5), {"rope_type": "linear", "factor": 2.5}),
     "llama 3.1": (RopeScaling("llama3", 8.0, 1.0, 4.0, 8192), {"rope_type": "llama3", **LLAMA_3_1}),
     "llama 3.2": (RopeScaling("llama3", 32.0, 1.0, 4.0, 8192), {"rope_type": "llama3", **LLAMA_3_1, "factor": 32.0}),
-}
+    "yarn": (
+        RopeScaling("yarn", 4.0, original_context=32768, attention_factor=0.1 * math.log(4.0) + 1.0),
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    ),
+    "yarn of deepseek": (
+        RopeScaling("yarn", 40.0, original_context=4096, beta_fast=16.0, beta_slow=2.0, mscale_all_dim=0.707, attention_factor=1.0),
+        {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 16.0, "beta_slow": 2.0,
+         "mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "yarn with mscale": (
+        RopeScaling("yarn", 40.0, original_context=4096, mscale_all_dim=0.5,
+                    attention_factor=(0.1 * 0.8 * math.log(40) + 1) / (0.1 * 0.5 * math.log(40) + 1)),
+        {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.8, "mscale_all_dim": 0.5},
+    ),
+    "yarn without whole ends": (
+        RopeScaling("yarn", 8.0, original_context=4096, truncate=False, attention_factor=1.25),
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096, "truncate": False, "attention_factor": 1.25},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -37,7 +57,11 @@ def test_scalings(case: str, head_dim: int) -> None:
 
     ours = inverse_frequencies(replace(LLAMA, rope_scaling=scaling, head_dim=head_dim))
 
-    torch.testing.assert_close(LlamaRotaryEmbedding(theirs).inv_freq, ours.float(), rtol=1e-6, atol=0)
+    rotary = LlamaRotaryEmbedding(theirs)
+    torch.testing.assert_close(rotary.inv_freq, ours.float(), rtol=1e-6, atol=0)
+    read = rope_scaling(Fields(parameters, "a-file"), 131072)
+    assert read == scaling
+    assert (1.0 if read is None else read.attention_factor) == pytest.approx(rotary.attention_scaling)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""The matrices of a layer's experts, one behind the other, each packed as it would be alone."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from kernels.errors import KernelError
+from kernels.weights import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """One matrix of each expert, all of one shape and format."""
+
+    first: Weight  # the first expert's, a view of `packed`
+    packed: torch.Tensor  # [num_experts, ...]
+
+    @classmethod
+    def gather(cls, num_experts: int, matrices: Iterable[Weight]) -> "ExpertMatrices":
+        """From the experts' matrices in their order, taken one at a time. Raises KernelError if they aren't alike or not as many."""
+        packed: torch.Tensor | None = None
+        first: Weight | None = None
+        count = 0
+        for matrix in matrices:
+            if first is None or packed is None:
+                packed = torch.empty(num_experts, *matrix.packed.shape, dtype=matrix.packed.dtype)
+                first = replace(matrix, packed=packed[0])
+            if count == num_experts or not _are_alike(first, matrix):
+                raise KernelError(f"ExpertMatrices: expert {count} differs in format or number from the others")
+            packed[count] = matrix.packed
+            count += 1
+        if first is None or packed is None or count != num_experts:
+            raise KernelError(f"ExpertMatrices: {count} experts instead of {num_experts}")
+        return cls(first, packed)
+
+    @property
+    def num_experts(self) -> int:
+        """How many."""
+        return len(self.packed)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in] of each."""
+        return self.first.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.packed.nbytes
+
+    def matrix(self, expert: int) -> Weight:
+        """One expert's."""
+        return replace(self.first, packed=self.packed[expert])
+
+
+def _are_alike(one: Weight, other: Weight) -> bool:
+    """Whether everything is the same but the numbers."""
+    same_memory = one.packed.shape == other.packed.shape and one.packed.dtype == other.packed.dtype
+    return type(one) is type(other) and same_memory and replace(other, packed=one.packed) == one
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """What a mixture's experts compute with: down(silu(gate x) * up x)."""
+
+    gate_up: ExpertMatrices  # [2 * size, hidden] each, gate in the first half
+    down: ExpertMatrices  # [hidden, size] each
+
+    def __post_init__(self) -> None:
+        (double, hidden), (out, size) = self.gate_up.shape, self.down.shape
+        if (double, hidden) != (2 * size, out) or self.gate_up.num_experts != self.down.num_experts:
+            raise KernelError(f"Experts: gate_up {[double, hidden]} and down {[out, size]} don't fit each other")
+
+    @property
+    def num_experts(self) -> int:
+        """How many."""
+        return self.down.num_experts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.gate_up.nbytes + self.down.nbytes

@@ -1,0 +1,143 @@
+"""Tiny random models of each architecture, made and saved with transformers' own classes, with all features on and odd sizes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+VOCAB_SIZE = 300
+_BYTES_IN_TEXT = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+
+
+def _rounding_attention(dtype: torch.dtype) -> Any:
+    def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+        """transformers' own attention, over keys and values rounded as a pool stores them."""
+        return eager_attention_forward(module, query, key.to(dtype).float(), value.to(dtype).float(), *args, **options)
+
+    return attend
+
+
+for _name, _dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+    AttentionInterface.register(f"sluicegate_{_name}_kv", _rounding_attention(_dtype))
+    AttentionMaskInterface.register(f"sluicegate_{_name}_kv", eager_mask)
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 3,
+    "num_key_value_heads": 1, "head_dim": 24, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "initializer_range": 0.15,
+    "eos_token_id": 259, "bos_token_id": 258, "pad_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+# Class name (before Config and ForCausalLM), and settings.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {**_ROPE, "attention_bias": True, "mlp_bias": True}),
+    "qwen2": (
+        "Qwen2",
+        {
+            **_ROPE, "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96, "head_dim": 16, "use_sliding_window": True,
+            "sliding_window": 20, "max_window_layers": 2, "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3": ("Qwen3", {**_ROPE, "num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **_ROPE, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True,
+            "mlp_only_layers": [1], "decoder_sparse_step": 1,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 7, "head_dim": 40, "sliding_window": 20, "query_pre_attn_scalar": 90, "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            "num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 6,
+            "num_experts_per_tok": 2, "n_group": 3, "topk_group": 2, "moe_intermediate_size": 36, "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+        },
+    ),
+}  # fmt: skip
+
+
+def make(architecture: str, kv_dtype: str = "fp16", **overrides: Any) -> PreTrainedModel:
+    """A random float32 model whose attention rounds keys and values to `kv_dtype`."""
+    name, settings = ARCHITECTURES[architecture]
+    config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+    config = getattr(transformers, config_name)(**(_SIZES | settings | overrides))
+    config._attn_implementation = f"sluicegate_{kv_dtype}_kv"
+    torch.manual_seed(7)
+    model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config).eval().float()
+    offset = 1.0 if name == "Gemma3" else 0.0
+    with torch.no_grad():
+        for label, parameter in model.named_parameters():
+            if "norm" in label:
+                parameter.uniform_(0.5 - offset, 1.5 - offset)
+            elif label.endswith("bias"):
+                parameter.uniform_(-0.3, 0.3)
+        for label, buffer in model.named_buffers():
+            if label.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
+    return model
+
+
+def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB") -> Path:
+    """A folder in Hugging Face's layout with a byte-level tokenizer."""
+    for parameter in model.parameters():  # buffers, such as rotary frequencies, keep their precision
+        parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    tokenizer = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ messages[0].content }}"}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_document()), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    return folder
+
+
+def byte_alphabet() -> list[str]:
+    """GPT-2's 256 printable stand-ins, in byte order, from its published definition."""
+    others = [byte for byte in range(256) if byte not in _BYTES_IN_TEXT]
+    stand_in = {byte: chr(byte) for byte in _BYTES_IN_TEXT} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return [stand_in[byte] for byte in range(256)]
+
+
+def tokenizer_document() -> dict[str, Any]:
+    """A byte-level tokenizer.json with two merges and three control tokens after the ordinary tokens."""
+    vocabulary = {character: index for index, character in enumerate([*byte_alphabet(), "he", "ll"])}
+    control = ["<s>", "</s>", "<|turn|>"]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": len(vocabulary) + i, "content": text, "special": True, "single_word": False, "lstrip": False,
+             "rstrip": False, "normalized": False}
+            for i, text in enumerate(control)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [258], "tokens": ["<s>"]}},
+        },
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+            "vocab": vocabulary, "merges": [["h", "e"], ["l", "l"]],
+        },
+    }  # fmt: skip

@@ -1,0 +1,171 @@
+"""Every architecture gives transformers' logits and greedy tokens, and the same bits whole, in chunks, token by token and from cached pages."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kernels.backend import Backend, resolve
+from worker.model.errors import ModelError
+from worker.model.load import LoadedModel, load_model
+
+Make = Callable[..., Any]
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3", "glm4_moe")
+TOKENS = [258, *((37 * i + i * i) % 256 for i in range(74))]
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def pair(
+    request: pytest.FixtureRequest, tiny_models: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[PreTrainedModel, Path]:
+    """A model in transformers, and its folder."""
+    model = tiny_models.make(request.param)
+    return model, tiny_models.save(model, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def loaded(pair: tuple[PreTrainedModel, Path]) -> LoadedModel:
+    """The model by the native kernels."""
+    return load_model(pair[1], resolve("cpu"))
+
+
+def _logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0]
+
+
+def test_logits(pair: tuple[PreTrainedModel, Path], backend: Backend, paged_run: Make, relative_error: Make) -> None:
+    """Logits of a prompt longer than the windows are transformers', with every feature on and odd sizes."""
+    model, folder = pair
+
+    (logits,) = paged_run(load_model(folder, backend), "fp16").feed(("a", TOKENS))
+
+    expected = _logits(model, TOKENS)
+    assert relative_error(logits, expected) < TOLERANCE
+    # A key that rounds to its other neighbour moves single logits.
+    assert float((logits - expected).abs().max() / expected.abs().max()) < 4 * TOLERANCE
+
+
+def test_greedy(pair: tuple[PreTrainedModel, Path], loaded: LoadedModel, paged_run: Make) -> None:
+    """64 greedy tokens are those of transformers: each is its choice after all before it."""
+    run, tokens = paged_run(loaded, "fp16"), TOKENS[:9]
+    (logits,) = run.feed(("a", tokens))
+    for _ in range(64):
+        tokens = [*tokens, int(logits[-1].argmax())]
+        (logits,) = run.feed(("a", tokens[-1:]))
+
+    assert tokens[9:] == _logits(pair[0], tokens)[8:-1].argmax(dim=1).tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("sizes", [[1] * 75, [16, 59], [33, 1, 1, 40]], ids=["token by token", "a page", "odd chunks"])
+def test_chunks(loaded: LoadedModel, paged_run: Make, sizes: list[int], dtype: str) -> None:
+    """However a prompt is cut, its logits have the same bits; so they do beside others."""
+    (whole,) = paged_run(loaded, dtype).feed(("a", TOKENS))
+    run, ends = paged_run(loaded, dtype), torch.tensor(sizes).cumsum(0).tolist()
+    pieces = [TOKENS[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+    parts = [run.feed(("b", [7 + i]), ("a", piece))[1] for i, piece in enumerate(pieces)]
+
+    assert torch.equal(whole, torch.cat(parts))
+
+
+def test_warm(loaded: LoadedModel, paged_run: Make) -> None:
+    """What follows cached pages has the bits that it has after computing them."""
+    run = paged_run(loaded, "fp8")
+    (whole,) = run.feed(("a", TOKENS))
+    run.share("a", "b", 3)
+
+    (rest,) = run.feed(("b", TOKENS[48:]))
+
+    assert torch.equal(whole[48:], rest)
+
+
+def test_native_gives_what_the_reference_gives(pair: tuple[PreTrainedModel, Path], loaded: LoadedModel, paged_run: Make, relative_error: Make) -> None:  # fmt: skip
+    """Stored in 16-bit floats, the two backends differ by rounding alone."""
+    (ours,) = paged_run(loaded, "fp16").feed(("a", TOKENS))
+    (reference,) = paged_run(load_model(pair[1], Backend.REF), "fp16").feed(("a", TOKENS))
+
+    assert relative_error(ours, reference) < TOLERANCE
+
+
+def test_experts_are_counted(tiny_models: ModuleType, tmp_path: Path) -> None:
+    """All experts' bytes are in the model's weight."""
+    sizes = []
+    for count in (4, 8):
+        model = tiny_models.make("qwen3_moe", num_experts=count, num_experts_per_tok=2)
+        sizes.append(load_model(tiny_models.save(model, tmp_path / str(count)), Backend.REF).model.weight_bytes)
+    rows = (-(-2 * 40 // 16) + 0) * 16 * 72 + -(-72 // 16) * 16 * 40  # of one expert, in whole panels
+    routers = -(-8 // 16) - -(-4 // 16)
+
+    assert sizes[1] - sizes[0] == 4 * 2 * 4 * rows + routers  # float32, two layers, four experts more
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "attn_logit_softcapping": ("gemma3", {"attn_logit_softcapping": 50.0}),
+    "final_logit_softcapping": ("gemma3", {"final_logit_softcapping": 30.0}),
+    "use_bidirectional_attention": ("gemma3", {"use_bidirectional_attention": True}),
+    "hidden_activation": ("gemma3", {"hidden_activation": "silu"}),
+    "layer_types": ("gemma3", {"layer_types": ["full_attention"]}),
+    "sliding_window": ("gemma3", {"sliding_window": "all"}),
+    "windows": ("gemma3", {"sliding_window": 0}),
+    "query_pre_attn_scalar": ("gemma3", {"query_pre_attn_scalar": 0}),
+    "hidden_act": ("qwen3", {"hidden_act": "gelu"}),
+    "use_sliding_window": ("qwen3_moe", {"use_sliding_window": True}),
+    "embedding_multiplier": ("llama", {"embedding_multiplier": 12.0}),
+    "rope scaling": ("qwen2", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}),
+    "beta_fast": ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 0.5}}),
+    "partial_rotary_factor": ("qwen2", {"partial_rotary_factor": 0.5}),
+    "number of experts": ("qwen3_moe", {"num_experts": 0, "num_local_experts": 0}),
+    "chosen experts": ("qwen3_moe", {"num_experts_per_tok": 7}),
+    "mlp_only_layers": ("qwen3_moe", {"mlp_only_layers": ["0"]}),
+    "decoder_sparse_step": ("qwen3_moe", {"decoder_sparse_step": 0}),
+    "size of experts": ("qwen3_moe", {"moe_intermediate_size": -1}),
+    "groups": ("glm4_moe", {"n_group": 4}),
+    "rotated dimensions": ("glm4_moe", {"partial_rotary_factor": 0.0, "rope_parameters": None}),
+    "factor of experts": ("glm4_moe", {"routed_scaling_factor": float("nan")}),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(words: str, tiny_models: ModuleType, tmp_path: Path, edit_json: Make) -> None:
+    """A field that changes results, and isn't supported, stops the load by its name."""
+    architecture, changes = REFUSED[words]
+    folder = tiny_models.save(tiny_models.make(architecture), tmp_path / "model")
+    edit_json(folder / "config.json", **changes)
+
+    with pytest.raises(ModelError, match=words) as caught:
+        load_model(folder, Backend.REF)
+
+    assert str(folder) in str(caught.value)
+
+
+def test_layers_that_predict_further_tokens_are_ignored(tiny_models: ModuleType, tmp_path: Path, add_tensors: Make, paged_run: Make) -> None:  # fmt: skip
+    """Tensors of a layer past the last change nothing; another unknown tensor stops the load."""
+    folder = tiny_models.save(tiny_models.make("glm4_moe"), tmp_path / "model")
+    (expected,) = paged_run(load_model(folder, Backend.REF)).feed(("a", TOKENS))
+    add_tensors(folder, {"model.layers.3.eh_proj.weight": torch.zeros(4, 4)})
+
+    assert torch.equal(expected, paged_run(load_model(folder, Backend.REF)).feed(("a", TOKENS))[0])
+
+    add_tensors(folder, {"model.layers.2.eh_proj.weight": torch.zeros(4, 4)})
+    with pytest.raises(ModelError, match=r"model\.layers\.2\.eh_proj"):
+        load_model(folder, Backend.REF)
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp.experts.3.up_proj", "mlp.gate", "mlp.shared_experts.down_proj", "self_attn.q_norm"]
+)
+def test_a_missing_tensor_is_named(name: str, tiny_models: ModuleType, tmp_path: Path, add_tensors: Make) -> None:
+    """An expert, router, shared expert or norm that isn't there stops the load."""
+    folder = tiny_models.save(tiny_models.make("glm4_moe"), tmp_path / "model")
+    full = f"model.layers.1.{name}.weight"
+    add_tensors(folder, {}, without=[full])
+
+    with pytest.raises(ModelError, match=full):
+        load_model(folder, Backend.REF)
