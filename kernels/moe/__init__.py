@@ -6,16 +6,17 @@ from kernels.backend import Backend
 from kernels.checks import check_tensor, output, sizes
 from kernels.errors import KernelError
 from kernels.expert_weights import Experts
+from kernels.moe.gpu_experts import GpuExperts, place_experts
 from kernels.moe.ref import moe_ref
 from kernels.moe.routing import Routing
 
-__all__ = ["Routing", "moe"]
+__all__ = ["Routing", "moe", "place_experts"]
 
 
 def moe(
     x: torch.Tensor,
     router_logits: torch.Tensor,
-    experts: Experts,
+    experts: Experts | GpuExperts,
     routing: Routing,
     *,
     added: torch.Tensor | None = None,
@@ -35,11 +36,19 @@ def moe(
         raise KernelError(f"moe: routing is for {routing.num_experts} experts, there are {experts.num_experts}")
     if added is not None:
         check_tensor("moe", "added", added, torch.float32, (rows, hidden), backend)
+    if isinstance(experts, GpuExperts) is not (backend is Backend.GPU):
+        raise KernelError(f"moe: experts are not laid out for {backend}")
+    if routing.bias is not None and routing.bias.device.type != x.device.type:
+        raise KernelError(f"moe: bias must be where x is, on {x.device}")
     result = output("moe", out, (rows, hidden), backend)
+    if isinstance(experts, GpuExperts):
+        if result.numel():
+            from kernels.moe.gpu import moe_gpu
+
+            moe_gpu(x, router_logits, experts, routing, added, result)
+        return result
     if backend is Backend.REF:
         return result.copy_(moe_ref(x, router_logits, experts, routing, added))
-    if backend is Backend.GPU:
-        raise KernelError("moe: there are no mixtures of experts on a GPU yet")
     from kernels.moe.native import moe_native
 
     moe_native(x, router_logits, experts, routing, added, result)

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from kernels.add_bias import add_bias
 from kernels.errors import KernelError
+from kernels.gelu_mul import gelu_mul
+from kernels.head_norm import head_norm
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 from kernels.rotary.ref import rotary_table
@@ -39,6 +42,51 @@ def test_rotary(gpu, check_close, rows, heads, dim):
     turned = torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], dim=2)
     rotary(x, positions, rotary_table(inv_freq, 8192), backend=gpu)
     check_close("rotary", x, turned)
+
+
+def test_rotary_of_a_part(gpu):
+    """A part of each head turns where it lies, with the bits that it has alone, and nothing around it changes."""
+    whole, table = torch.randn(3, 5, 24), rotary_table(torch.rand(5), 64)
+    before, positions = whole.clone(), torch.randint(0, 64, (3,), dtype=torch.int32)
+    turned = whole[:, 1:-1, 2:12].clone()
+    rotary(turned, positions, table, backend=gpu)
+    rotary(whole[:, 1:-1, 2:12], positions, table, backend=gpu)
+    assert torch.equal(turned, whole[:, 1:-1, 2:12])
+    whole[:, 1:-1, 2:12] = before[:, 1:-1, 2:12]
+    assert torch.equal(before, whole)
+
+
+@pytest.mark.parametrize(("rows", "heads", "dim"), [(1, 1, 1), (3, 2, 17), (4, 3, 128)])
+def test_head_norm(gpu, check_close, rows, heads, dim):
+    """Each head is normalized by itself, in place, among neighbours that stay."""
+    whole, weight = torch.randn(rows, heads + 2, dim) * 7, torch.randn(dim)
+    before = whole.clone()
+    head_norm(whole[:, 1:-1], weight, 1e-6, backend=gpu)
+    wide = before[:, 1:-1].double()
+    exact = wide / (wide.square().mean(dim=2, keepdim=True) + 1e-6).sqrt() * weight.double()
+    check_close("rms_norm", whole[:, 1:-1], exact)
+    assert torch.equal(before[:, [0, -1]], whole[:, [0, -1]])
+
+
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_add_bias(gpu, rows, size):
+    """Every row of a part of a wider tensor takes the vector; the rest stays."""
+    whole, bias = torch.randn(rows, size + 3), torch.randn(size)
+    expected = whole.clone()
+    expected[:, 1 : size + 1] += bias
+    add_bias(whole[:, 1 : size + 1], bias, backend=gpu)
+    assert torch.equal(expected, whole)
+
+
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_gelu_mul(gpu, check_close, poisoned, rows, size):
+    """gelu(gate) * up, written whole; huge gates pass or are shut."""
+    gate_up = torch.randn(rows, 2 * size) * 4
+    y = gelu_mul(gate_up, poisoned(rows, size), backend=gpu)
+    gate, up = gate_up.double().chunk(2, dim=1)
+    check_close("gelu_mul", y, torch.nn.functional.gelu(gate, approximate="tanh") * up)
+    huge = torch.tensor([[-1e4, 1e4, 0.0, 1.0, 2.0, 3.0]])
+    assert torch.equal(torch.tensor([[-0.0, 2e4, 0.0]]), gelu_mul(huge, backend=gpu))
 
 
 def test_rotary_checks_positions_where_it_can(gpu):
