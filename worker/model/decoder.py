@@ -4,7 +4,7 @@ One forward pass serves prompts and decode steps alike: it takes rows of tokens,
 through the page table. It consists of ops alone, so that it can be recorded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,15 +71,16 @@ class Layer:
 class Decoder:
     """A model of such layers. Its embedding and head are [vocab, hidden]."""
 
-    def __init__(self, checkpoint: Checkpoint, layers: Sequence[Layer], backend: Backend) -> None:
+    def __init__(self, checkpoint: Checkpoint, load_layer: Callable[[int], Layer], backend: Backend) -> None:
         config = checkpoint.config
         hidden, matrix = config.hidden_size, (config.vocab_size, config.hidden_size)
         self.config = config
         self._backend = backend
-        self._layers = tuple(layers)
+        # The largest matrices come first: what their packing needs besides is freed before the others are there.
         self._embedding = load_matrix(checkpoint, "embedding", matrix)
-        self._final_norm = load_norm(checkpoint, "final_norm", None, hidden)
         self._head = self._embedding if config.tie_embeddings else load_matrix(checkpoint, "head", matrix)
+        self._layers = tuple(load_layer(index) for index in range(config.num_layers))
+        self._final_norm = load_norm(checkpoint, "final_norm", None, hidden)
         self._residual, self._x = Buffer("residual", (hidden,)), Buffer("x", (hidden,))
         self._added, self._last = Buffer("added", (hidden,)), Buffer("last", (hidden,))
         self._recorded: RecordedSteps | None = None

@@ -58,7 +58,7 @@ def build(checkpoint: Checkpoint, backend: Backend) -> Decoder:
     config = checkpoint.config
     tables = angle_table(config, checkpoint.rope_factors()), local_angle_table(config)
 
-    def layer(index: int) -> Layer:
+    def load_layer(index: int) -> Layer:
         norms = {
             role: load_norm(checkpoint, role, index, config.hidden_size)
             for role in ("attn_norm", "post_attn_norm", "ffn_norm", "post_ffn_norm")
@@ -67,4 +67,4 @@ def build(checkpoint: Checkpoint, backend: Backend) -> Decoder:
         feed_forward = GatedFeedForward.load(checkpoint, index, config.ffn_size, backend, is_gelu=True)
         return Layer(attention=attention, feed_forward=feed_forward, **norms)
 
-    return Decoder(checkpoint, [layer(index) for index in range(config.num_layers)], backend)
+    return Decoder(checkpoint, load_layer, backend)

@@ -43,13 +43,13 @@ def build(checkpoint: Checkpoint, backend: Backend) -> Decoder:
     """Load all weights."""
     config = checkpoint.config
     table = angle_table(config, checkpoint.rope_factors())
-    layers = [
-        Layer(
+
+    def load_layer(index: int) -> Layer:
+        return Layer(
             attn_norm=load_norm(checkpoint, "attn_norm", index, config.hidden_size),
             attention=GroupedQueryAttention.load(checkpoint, index, table, backend),
             ffn_norm=load_norm(checkpoint, "ffn_norm", index, config.hidden_size),
             feed_forward=GatedFeedForward.load(checkpoint, index, config.ffn_size, backend),
         )
-        for index in range(config.num_layers)
-    ]
-    return Decoder(checkpoint, layers, backend)
+
+    return Decoder(checkpoint, load_layer, backend)

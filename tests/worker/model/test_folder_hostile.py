@@ -295,8 +295,6 @@ def test_template_too_large(folder: Path) -> None:
 CONFIG: dict[str, dict[str, Any]] = {
     "another architecture": {"model_type": "mixtral"},
     "no architecture": {"model_type": None},
-    "attention bias": {"attention_bias": True},
-    "mlp bias": {"mlp_bias": True},
     "gelu": {"hidden_act": "gelu"},
     "quantized by another format": {"quantization_config": {"quant_method": "gptq"}},
     "size is text": {"hidden_size": "64"},
