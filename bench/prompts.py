@@ -7,13 +7,6 @@ from tokenizers import Tokenizer
 from worker.model.load import open_checkpoint
 
 
-def english() -> str:
-    """Some 500,000 characters of prose: the language reference in Python's own help."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics))
-
-
 def token_ids(model: Path, text: str) -> list[int]:
     """The text in a model's tokens, without control tokens."""
     tokenizer = Tokenizer.from_str(open_checkpoint(model).tokenizer.tokenizer_json)

@@ -10,10 +10,11 @@ from pathlib import Path
 from bench import contenders, float_weights, goals, table
 from bench.measure import Plan, measure
 from bench.neighbours import CpuTimes
-from bench.prompts import PromptSource, english, token_ids
+from bench.prompts import PromptSource, token_ids
 from bench.results import Results
 from bench.rows import SETS, Row, longest, most_streams, most_tokens
 from bench.start import Queue, measure_worker
+from worker.quantize.texts import evaluation_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def run(options: RunOptions) -> Results:
         ),
         say=options.say,
     )
-    measure(plan, PromptSource(token_ids(options.model, english())), results)
+    measure(plan, PromptSource(token_ids(options.model, evaluation_text())), results)
     if options.queue is not None:
         options.say("starts of `sluicegate worker`")
         results.worker = measure_worker(options.queue, ("--model", str(options.model)), options.num_starts)

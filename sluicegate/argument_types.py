@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
@@ -37,3 +38,8 @@ def some_seconds(text: str) -> float:
     if value == 0:
         raise argparse.ArgumentTypeError("must be more than 0 seconds")
     return value
+
+
+def kv_scales(text: str) -> str:
+    """1, checkpoint, auto, or a file's whole path: processes that are started elsewhere read it too."""
+    return text if text in {"1", "checkpoint", "auto"} else str(Path(text).expanduser().resolve())

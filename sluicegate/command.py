@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from protocol.faults import FAULT_KINDS
 from sluicegate import __version__
+from sluicegate.argument_types import kv_scales as _kv_scales
 from sluicegate.argument_types import seconds as _seconds
 from sluicegate.argument_types import whole as _whole
 from sluicegate.configuration import COMMANDS, complete
@@ -17,6 +18,7 @@ from sluicegate.errors import CommandError
 from sluicegate.gateway_flags import add_limits
 from sluicegate.model_store import DEFAULT_MODEL
 from sluicegate.plan.flags import add_plan
+from sluicegate.quality_flags import add_quality
 from sluicegate.tenancy_flags import add_tenancy
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -99,6 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_queue(commands)
     _add_models(commands)
     add_plan(commands, _add)
+    add_quality(commands, _add)
     _add_chat(commands)
     _add_config(commands)
     _add_faults(commands)
@@ -137,6 +140,11 @@ def _model(parser: argparse.ArgumentParser) -> None:
 
 def _engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-dtype", choices=("bf16", "fp16", "fp8"), default="fp16", help="precision of the KV cache")
+    parser.add_argument(
+        "--kv-scales", type=_kv_scales, metavar="WHICH", default="auto",
+        help="scales of an fp8 KV cache: 1, checkpoint (the model's own), a file of `sluicegate calibrate`, or auto: the file beside the model, else the "
+        "model's own, else 1",
+    )  # fmt: skip
     parser.add_argument(
         "--integrity", choices=("off", "lease", "seal", "full"), default="seal",
         help="how far the KV cache is checked: not; page tables, before each step; and prefixes, before their first use, and the pool, "

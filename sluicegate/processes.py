@@ -65,6 +65,7 @@ def worker(arguments: Namespace) -> None:
             namespace_secret=keys.kv_namespaces,
             kernels=arguments.kernels,
             kv_dtype=arguments.kv_dtype,
+            kv_scales=arguments.kv_scales,
             integrity=arguments.integrity,
             allow_fault_injection=arguments.allow_fault_injection,
             kv_tokens=arguments.kv_tokens,

@@ -25,11 +25,13 @@ class StackSettings:
     decode_rate: float = 0.0
     context: int = 8192
     tenants: Path | None = None
+    kv_scales: str = "auto"
 
     def worker_flags(self) -> list[str]:
         """The flags of its workers."""
         return [
             *self._engine_flags(), *(["--allow-fault-injection"] if self.allow_fault_injection else []), "--name", self.model_name, "--kv-dtype", self.kv_dtype,
+            "--kv-scales", self.kv_scales,
             "--integrity", self.integrity, "--kv-tokens", str(self.kv_tokens), "--page-size", str(self.page_size),
             "--max-sequences", str(self.max_sequences), "--drain-grace", str(self.drain_grace_s),
         ]  # fmt: skip

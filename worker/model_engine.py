@@ -7,11 +7,13 @@ from functools import partial
 
 from kernels.backend import Backend, describe, resolve
 from kernels.errors import KernelError
+from kernels.kv_layout import KvLayout
 from kernels.kv_pool import KvPool
 from protocol.model_card import ModelCard
 from protocol.routing import RoutingKeys
 from worker.cache.namespace import NamespaceRing
 from worker.engine import Engine, EngineParts
+from worker.kv_scales import KvScales, choose
 from worker.model.load import LoadedModel, load_model
 from worker.model.token_bytes import token_bytes
 from worker.model_executor import ModelExecutor
@@ -30,18 +32,22 @@ def preparation(settings: WorkerSettings) -> Callable[[], Prepared]:
 def _prepare(settings: WorkerSettings, backend: Backend) -> Prepared:
     assert settings.model_path is not None
     loaded = load_model(settings.model_path, backend)
-    kv = _kv_pool(loaded, settings)
-    card = _card(loaded, settings, int(settings.model_path.stat().st_mtime))
-    facts = {"kv_dtype": settings.kv_dtype, "kv_bytes": kv.nbytes, "integrity": settings.integrity, **describe(backend)}
-    return Prepared(card, _engine(loaded, kv, settings, card.max_request_tokens, backend), facts)
-
-
-def _kv_pool(loaded: LoadedModel, settings: WorkerSettings) -> KvPool:
-    """Seals are made of numbers that only this process knows, and that end with it, as its pages do."""
     layout = loaded.kv_layout(settings.num_pages, settings.page_size, settings.kv_dtype)
-    return KvPool.allocate(
-        layout, seal_secret=secrets.token_bytes(32) if settings.integrity in {"seal", "full"} else None
-    )
+    scales = choose(settings.kv_scales, settings.model_path, loaded.digest, layout, None)
+    kv = _kv_pool(layout, scales, settings)
+    card = _card(loaded, settings, int(settings.model_path.stat().st_mtime))
+    facts = {
+        "kv_dtype": settings.kv_dtype, "kv_scales": scales.origin, "kv_bytes": kv.nbytes, "integrity": settings.integrity,
+        **describe(backend),
+    }  # fmt: skip
+    kv_format = f"{settings.kv_dtype}/page{settings.page_size}/scales-{scales.fingerprint}/v1"
+    return Prepared(card, _engine(loaded, kv, kv_format, settings, card.max_request_tokens, backend), facts)
+
+
+def _kv_pool(layout: KvLayout, scales: KvScales, settings: WorkerSettings) -> KvPool:
+    """Seals are made of numbers that only this process knows, and that end with it, as its pages do."""
+    secret = secrets.token_bytes(32) if settings.integrity in {"seal", "full"} else None
+    return KvPool.allocate(layout, scales.k, scales.v, seal_secret=secret)
 
 
 def _card(loaded: LoadedModel, settings: WorkerSettings, created_s: int) -> ModelCard:
@@ -60,9 +66,13 @@ def _card(loaded: LoadedModel, settings: WorkerSettings, created_s: int) -> Mode
 
 
 def _engine(
-    loaded: LoadedModel, kv: KvPool, settings: WorkerSettings, max_request_tokens: int, backend: Backend
+    loaded: LoadedModel,
+    kv: KvPool,
+    kv_format: str,
+    settings: WorkerSettings,
+    max_request_tokens: int,
+    backend: Backend,
 ) -> Engine:
-    kv_format = f"{settings.kv_dtype}/page{settings.page_size}/scales-1.0/v1"
     parts = EngineParts(
         executor=ModelExecutor(loaded.model, kv, backend, checks_reads=settings.integrity == "full"),
         namespaces=NamespaceRing(settings.namespace_secret, loaded.digest, kv_format),

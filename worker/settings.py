@@ -38,6 +38,7 @@ class WorkerSettings:
     """Sizes are in tokens unless the name says otherwise. Either a model or `synthetic` is given.
 
     `step_tokens` bounds the tokens of one engine step, and with it how long a running stream waits for somebody's prompt.
+    `kv_scales` is 1, checkpoint, auto or a file (`worker/kv_scales.py`).
     `stall_s` is how long a step may take before the worker stops calling itself alive and renewing its leases; `lease_s` how long after the
     last renewal its jobs are somebody else's. Without a `routing_key` nobody is told what's in the cache.
     """
@@ -50,6 +51,7 @@ class WorkerSettings:
     key_prefix: str = "sg"
     kernels: str = "auto"
     kv_dtype: KvDtype = "fp16"
+    kv_scales: str = "auto"
     integrity: IntegrityMode = "seal"
     allow_fault_injection: bool = False
     kv_tokens: int = 16384

@@ -119,6 +119,7 @@ def test_every_package_lists_its_files() -> None:
         "sluicegate/plan",
         "worker/cache",
         "worker/model",
+        "worker/quantize",
         "worker/synthetic",
         "bench",
         "bench/engines",

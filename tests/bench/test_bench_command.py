@@ -54,11 +54,11 @@ def test_quality(smollm2_path: Path, tmp_path: Path) -> None:
     truth, fp16, bf16, fp8 = json.loads((tmp_path / "quality.json").read_text())
 
     assert 511 == truth["num_tokens"]
-    assert 0 == truth["divergence"]
+    assert 0 == truth["mean_divergence"]
     assert bf16["perplexity"] == pytest.approx(truth["perplexity"], rel=0.01)
     assert fp8["perplexity"] == pytest.approx(truth["perplexity"], rel=0.03)
-    assert 0 < bf16["divergence"] / 511 < 2e-3
-    assert 0 < fp16["divergence"] < bf16["divergence"] < fp8["divergence"]
+    assert 0 < bf16["mean_divergence"] < 2e-3
+    assert 0 < fp16["mean_divergence"] < bf16["mean_divergence"] < fp8["mean_divergence"]
 
 
 @pytest.mark.parametrize(

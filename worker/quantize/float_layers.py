@@ -1,0 +1,95 @@
+"""One layer at a time in float32, in plain torch: what calibration needs of a dense model, with a look at what each matrix is given.
+
+Not the engine's forward pass: there, all layers are in memory, quantized. Here a layer's weights come and go, and only the activations stay. What
+an architecture has (biases, norms of heads, windows, ...) is told by its `ModelConfig` and by which tensors there are.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional
+
+from worker.model.config import ModelConfig
+from worker.model.rope import angle_table, local_angle_table
+
+Weights = Mapping[str, torch.Tensor]
+Observe = Callable[[tuple[str, ...], torch.Tensor], object]
+# Matrices that have their input in common.
+INPUTS: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text")
+
+
+@dataclass(frozen=True, slots=True)
+class FloatLayers:
+    """The arithmetic of a dense decoder's layers; `names` gives the tensor of a role with {layer} to fill in."""
+
+    config: ModelConfig
+    names: Mapping[str, str]
+    angles: torch.Tensor  # [num_tokens, 2, rotated dimensions / 2], cosines and sines
+    local_angles: torch.Tensor  # of layers with a window
+
+    @classmethod
+    def make(cls, config: ModelConfig, names: Mapping[str, str], num_tokens: int) -> "FloatLayers":
+        """For windows of as many tokens."""
+        short = replace(config, context_length=num_tokens)
+        angles, local = angle_table(short), local_angle_table(short)
+        return cls(config, names, angles, angles if local is None else local)
+
+    def __call__(self, hidden: torch.Tensor, layer: int, weights: Weights, observe: Observe | None) -> None:
+        """hidden float32 [num_tokens, hidden] of one text becomes the next layer's input, in place. `weights` float32 by role.
+
+        `observe` is told the roles of each group of matrices and their input [num_tokens, in].
+        """
+        see = observe or _nothing
+        x = self._norm(hidden, weights["attn_norm"])
+        see(INPUTS[0], x)
+        attended = self._attend(layer, weights, *(_linear(x, weights, role) for role in INPUTS[0]))
+        see(INPUTS[1], attended)
+        hidden += self._after(_linear(attended, weights, "o"), weights, "post_attn_norm")
+        x = self._norm(hidden, weights["ffn_norm"])
+        see(INPUTS[2], x)
+        gate = _linear(x, weights, "gate")
+        is_gelu = self.config.architecture.startswith("gemma")
+        gate = functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)
+        product = gate * _linear(x, weights, "up")
+        see(INPUTS[3], product)
+        hidden += self._after(_linear(product, weights, "down"), weights, "post_ffn_norm")
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, (x.shape[-1],), weight + self.config.norm_offset, self.config.rms_eps)
+
+    def _after(self, x: torch.Tensor, weights: Weights, role: str) -> torch.Tensor:
+        return self._norm(x, weights[role]) if role in weights else x
+
+    def _attend(self, layer: int, weights: Weights, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        config, num_tokens = self.config, len(q)
+        window = config.windows[layer] if config.windows else None
+        angles = self.angles if window is None else self.local_angles
+        heads = [part.view(num_tokens, -1, config.head_dim).transpose(0, 1) for part in (q, k, v)]
+        queries, keys = (
+            _rotated(self._after(part, weights, role), angles)
+            for part, role in ((heads[0], "q_norm"), (heads[1], "k_norm"))
+        )
+        places = torch.arange(num_tokens)
+        back = places[:, None] - places[None, :]
+        mask = (back >= 0) & (back < (window or num_tokens))
+        attended = functional.scaled_dot_product_attention(
+            queries[None], keys[None], heads[2][None], attn_mask=mask, scale=config.softmax_scale, enable_gqa=True
+        )
+        return attended[0].transpose(0, 1).reshape(num_tokens, -1)
+
+
+def _linear(x: torch.Tensor, weights: Weights, role: str) -> torch.Tensor:
+    return functional.linear(x, weights[role], weights.get(f"{role}_bias"))
+
+
+def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """[heads, num_tokens, head_dim]; of the first dimensions, pairs half their number apart."""
+    cos, sin = angles.unbind(1)
+    low, high, rest = torch.split(x, [cos.shape[1], cos.shape[1], x.shape[-1] - 2 * cos.shape[1]], dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], dim=-1)
+
+
+def _nothing(roles: tuple[str, ...], x: torch.Tensor) -> None:
+    """Nobody looks."""
