@@ -7,10 +7,10 @@ import torch
 
 from kernels.backend import Backend, device_of
 from kernels.errors import KernelError
-from kernels.kv_layout import E4M3_MAX, FP16_MAX, MAX_HEAD_DIM, STORED, KvDtype, KvLayout
+from kernels.kv_layout import E4M3_MAX, FP16_MAX, MAX_HEAD_DIM, MAX_LATENT_DIM, STORED, KvDtype, KvLayout
 from kernels.seals import PageSeals
 
-__all__ = ["E4M3_MAX", "FP16_MAX", "MAX_HEAD_DIM", "AttentionRows", "KvDtype", "KvLayout", "KvPool"]
+__all__ = ["E4M3_MAX", "FP16_MAX", "MAX_HEAD_DIM", "MAX_LATENT_DIM", "AttentionRows", "KvDtype", "KvLayout", "KvPool"]
 
 TILE_TOKENS = 32  # rows of a sequence that an item of a plan may hold
 
@@ -20,12 +20,13 @@ class KvPool:
     """The pool's memory. fp8 codes are held as uint8; a stored element times its head's scale is the value.
 
     Within a page and head, keys lie by dimension and values by token: attention multiplies a query's element with many keys, and a key's
-    weight with many elements of its value, and reads neighbours either way. On a GPU the keys' memory lies by token, and `k` is a view of it.
+    weight with many elements of its value, and reads neighbours either way. On a GPU the keys' memory lies by token, and `k` is a view of it;
+    so it is in a latent pool anywhere, whose keys are values too.
     """
 
     layout: KvLayout
     k: torch.Tensor  # [num_layers, num_pages, num_kv_heads, head_dim, page_size]
-    v: torch.Tensor  # [num_layers, num_pages, num_kv_heads, page_size, head_dim]
+    v: torch.Tensor  # [num_value_layers, num_pages, num_kv_heads, page_size, v_dim]
     k_scale: torch.Tensor  # float32 [num_layers, num_kv_heads]
     v_scale: torch.Tensor
     seals: PageSeals | None = None
@@ -43,15 +44,14 @@ class KvPool:
 
         Raises KernelError for a scale that is not a positive finite number.
         """
-        shape, dtype = (layout.num_layers, layout.num_pages, layout.num_kv_heads), STORED[layout.dtype]
-        device = device_of(backend)
-        v = torch.zeros(*shape, layout.page_size, layout.head_dim, dtype=dtype, device=device)
-        if backend is Backend.GPU:
-            if seal_secret is not None:
-                raise KernelError("KvPool: there are no seals on a GPU yet")
-            k = torch.zeros_like(v).transpose(3, 4)
-        else:
-            k = torch.zeros(*shape, layout.head_dim, layout.page_size, dtype=dtype)
+        if backend is Backend.GPU and seal_secret is not None:
+            raise KernelError("KvPool: there are no seals on a GPU yet")
+        pages, size, device = (layout.num_pages, layout.num_kv_heads), layout.page_size, device_of(backend)
+        is_by_token = layout.is_latent or backend is Backend.GPU
+        part = (size, layout.head_dim) if is_by_token else (layout.head_dim, size)
+        k = torch.zeros(layout.num_layers, *pages, *part, dtype=STORED[layout.dtype], device=device)
+        k = k.transpose(3, 4) if is_by_token else k
+        v = torch.zeros(layout.num_value_layers, *pages, size, layout.v_dim, dtype=k.dtype, device=device)
         seals = None if seal_secret is None else PageSeals.allocate(seal_secret, layout)
         scales = [
             _scale(layout, name, scale).to(device) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
@@ -62,6 +62,16 @@ class KvPool:
     def k_rows(self) -> torch.Tensor:
         """The keys' memory seen by token, as the values lie: [num_layers, num_pages, num_kv_heads, page_size, head_dim]."""
         return self.k.transpose(3, 4)
+
+    @property
+    def stored_k(self) -> torch.Tensor:
+        """The keys in the order in which they lie: `k` or `k_rows`."""
+        return self.k if self.k.stride(-1) == 1 else self.k_rows
+
+    def values_of(self, layer: int) -> torch.Tensor | None:
+        """A layer's values [num_pages, num_kv_heads, page_size, v_dim], if it has any."""
+        index = self.layout.value_index(layer)
+        return None if index < 0 else self.v[index]
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +98,7 @@ def _scale(layout: KvLayout, name: str, scale: torch.Tensor | None) -> torch.Ten
 
 def check_pool(op: str, pool: KvPool, backend: Backend) -> None:
     """Raise KernelError for a pool that was allocated for another backend."""
-    keys = pool.k_rows if backend is Backend.GPU else pool.k
+    keys = pool.k_rows if backend is Backend.GPU or pool.layout.is_latent else pool.k
     if keys.device.type != device_of(backend).type or not (keys.is_contiguous() or backend is Backend.REF):
         raise KernelError(f"{op}: the pool is not laid out for {backend}")
 

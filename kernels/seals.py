@@ -27,22 +27,24 @@ class SealKeys:
         """From 32 secret bytes or more, by SHAKE-256. Raises KernelError for fp8 pages with an odd number of tokens."""
         if len(secret) < 32:
             raise KernelError("SealKeys: the secret must have 32 bytes at least")
-        words = layout.page_size * layout.head_dim * layout.element_bytes
-        if words % 2 or layout.page_size * layout.element_bytes % 2:
+        if layout.page_size * layout.element_bytes % 2 and not layout.is_latent:
             raise KernelError("SealKeys: fp8 pages need an even number of tokens")
-        words //= 2
+        row_words = layout.page_size * layout.element_bytes
+        k_words, v_words = row_words * layout.head_dim // 2, row_words * layout.v_dim // 2
         pairs = layout.num_layers * layout.num_kv_heads
-        sizes = (4 * words, 4 * words, 8 * layout.page_size, 8 * pairs, 8 * pairs, 16)
+        sizes = (4 * k_words, 4 * v_words, 8 * layout.page_size, 8 * pairs, 8 * pairs, 16)
         stream = bytearray(hashlib.shake_256(b"sluicegate page seal v1" + secret).digest(sum(sizes)))
         parts = []
         for size in sizes:
-            parts.append(torch.frombuffer(stream[:size], dtype=torch.uint8))
+            parts.append(
+                torch.frombuffer(stream[:size], dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+            )
             stream = stream[size:]
         rows = parts[2].view(torch.int32).view(layout.page_size, NUM_SUMS).to(torch.int64).cumsum(dim=0)
         shape = (layout.num_layers, layout.num_kv_heads)
         return cls(
-            k_words=parts[0].view(torch.int16).view(NUM_SUMS, words),
-            v_words=parts[1].view(torch.int16).view(NUM_SUMS, words),
+            k_words=parts[0].view(torch.int16).view(NUM_SUMS, k_words),
+            v_words=parts[1].view(torch.int16).view(NUM_SUMS, v_words),
             rows=torch.cat([torch.zeros(1, NUM_SUMS, dtype=torch.int64), rows]).to(torch.int32).contiguous(),
             factor=parts[3].view(torch.int64).view(shape) | 1,
             offset=parts[4].view(torch.int64).view(shape).clone(),

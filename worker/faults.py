@@ -68,11 +68,14 @@ def _flip(stored: torch.Tensor) -> None:
 
 
 def _flip_k(at: Target) -> None:
-    _flip(at.kv.k[at.layer, at.page, 0])
+    _flip(at.kv.stored_k[at.layer, at.page, 0])
 
 
 def _flip_v(at: Target) -> None:
-    _flip(at.kv.v[at.layer, at.page, 0])
+    values = at.kv.values_of(at.layer)
+    if values is None:
+        raise FaultError(f"layer {at.layer} of this model keeps no values")
+    _flip(values[at.page, 0])
 
 
 def _flip_scale(at: Target) -> None:
@@ -185,8 +188,9 @@ def _missing_row(at: Target) -> None:
 def _write_after_free(at: Target) -> None:
     """Somebody who held the page in another life writes a row of his into it."""
     layout = at.kv.layout
-    row = torch.full((1, layout.num_kv_heads, layout.head_dim), 0.5)
-    kv_write(row, row, torch.tensor([at.page * layout.page_size]), at.kv, at.layer, backend=Backend.REF)
+    key = torch.full((1, layout.num_kv_heads, layout.head_dim), 0.5)
+    value = torch.full((1, layout.num_kv_heads, layout.v_dim), 0.5) if layout.value_index(at.layer) >= 0 else None
+    kv_write(key, value, torch.tensor([at.page * layout.page_size]), at.kv, at.layer, backend=Backend.REF)
 
 
 KINDS: dict[str, Callable[[Target], None]] = {

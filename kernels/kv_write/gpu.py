@@ -23,34 +23,39 @@ def _write_side(source, target, scale, place, element, is_there, TYPE: tl.conste
 
 @triton.jit
 def _kv_write(
-    k, v, slots, pool_k, pool_v, k_scale, v_scale, row_stride, num_slots,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, TYPE: tl.constexpr,
+    k, v, slots, pool_k, pool_v, k_scale, v_scale, k_stride, v_stride, num_slots,
+    HEADS: tl.constexpr, K_DIM: tl.constexpr, K_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr,
+    PAGE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """One row's key and value of one head."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot >= 0:
         if slot < num_slots:
-            element = tl.arange(0, PADDED)
-            source = row * row_stride + head * DIM + element
-            place = ((slot // PAGE * HEADS + head) * PAGE + slot % PAGE) * DIM
-            _write_side(k + source, pool_k, tl.load(k_scale + head), place, element, element < DIM, TYPE)
-            _write_side(v + source, pool_v, tl.load(v_scale + head), place, element, element < DIM, TYPE)
+            place = (slot // PAGE * HEADS + head) * PAGE + slot % PAGE
+            element = tl.arange(0, K_PADDED)
+            source = k + row * k_stride + head * K_DIM + element
+            _write_side(source, pool_k, tl.load(k_scale + head), place * K_DIM, element, element < K_DIM, TYPE)
+            if V_DIM > 0:
+                element = tl.arange(0, V_PADDED)
+                source = v + row * v_stride + head * V_DIM + element
+                _write_side(source, pool_v, tl.load(v_scale + head), place * V_DIM, element, element < V_DIM, TYPE)
 
 
-def stored_words(pool: KvPool, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's keys and values as the integers that the kernel makes of numbers."""
-    k, v = pool.k_rows[layer], pool.v[layer]
-    return (k, v) if pool.layout.dtype == "fp8" else (k.view(torch.int16), v.view(torch.int16))
+def _words(stored: torch.Tensor, pool: KvPool) -> torch.Tensor:
+    """Stored elements as the integers that the kernel makes of numbers."""
+    return stored if pool.layout.dtype == "fp8" else stored.view(torch.int16)
 
 
-def kv_write_gpu(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, pool: KvPool, layer: int) -> None:
+def kv_write_gpu(k: torch.Tensor, v: torch.Tensor | None, slots: torch.Tensor, pool: KvPool, layer: int) -> None:
     """Store k, v float32 [T, kv_heads, D], rows equally far apart; a slot outside the pool stores nothing. Arguments have been checked."""
-    layout = pool.layout
-    pool_k, pool_v = stored_words(pool, layer)
+    layout, values = pool.layout, pool.values_of(layer)
+    pool_k = _words(pool.k_rows[layer], pool)
+    pool_v, v_dim = (pool_k, 0) if values is None else (_words(values, pool), layout.v_dim)
     _kv_write[(len(slots), layout.num_kv_heads)](
-        k, v, slots, pool_k, pool_v, pool.k_scale[layer], pool.v_scale[layer],
-        k.stride(0), layout.num_pages * layout.page_size,
-        HEADS=layout.num_kv_heads, DIM=layout.head_dim, PADDED=triton.next_power_of_2(layout.head_dim),
+        k, k if v is None else v, slots, pool_k, pool_v, pool.k_scale[layer], pool.v_scale[layer],
+        k.stride(0), 0 if v is None else v.stride(0), layout.num_pages * layout.page_size,
+        HEADS=layout.num_kv_heads, K_DIM=layout.head_dim, K_PADDED=triton.next_power_of_2(layout.head_dim),
+        V_DIM=v_dim, V_PADDED=triton.next_power_of_2(max(v_dim, 1)),
         PAGE=layout.page_size, TYPE=layout.dtype, num_warps=1, **EXACT,
     )  # fmt: skip

@@ -16,12 +16,13 @@ def encode(values: torch.Tensor, scale: torch.Tensor, pool: KvPool) -> torch.Ten
     return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def kv_write_ref(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, pool: KvPool, layer: int) -> None:
+def kv_write_ref(k: torch.Tensor, v: torch.Tensor | None, slots: torch.Tensor, pool: KvPool, layer: int) -> None:
     """Store rows with slot >= 0."""
     before = words_of_pages(pool, layer, slots) if pool.seals is not None else []
     wanted = slots >= 0
     page, offset = slots[wanted] // pool.layout.page_size, slots[wanted] % pool.layout.page_size
-    for values, scale, target in ((k, pool.k_scale, pool.k_rows), (v, pool.v_scale, pool.v)):
-        target[layer, page, :, offset] = encode(values[wanted], scale[layer], pool)
+    for rows, scale, target in ((k, pool.k_scale, pool.k_rows[layer]), (v, pool.v_scale, pool.values_of(layer))):
+        if rows is not None and target is not None:
+            target[page, :, offset] = encode(rows[wanted], scale[layer], pool)
     if pool.seals is not None:
         add_rows_ref(pool, pool.seals, layer, slots, before)

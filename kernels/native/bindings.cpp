@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <functional>
@@ -50,15 +51,16 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-// A layer as `native_pool.py` describes it: addresses of keys, values, their scales; sizes; element type; addresses of the seals.
-using LayerTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int64_t, int64_t, int, uintptr_t, uintptr_t,
-                              uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
+// A layer as `native_pool.py` describes it: addresses of keys, values, their scales; sizes; element type; whether keys lie by token;
+// addresses of the seals.
+using LayerTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, bool, uintptr_t,
+                              uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
 
 KvLayer layer_of(const LayerTuple& numbers) {
-    const auto& [k, v, k_scale, v_scale, num_pages, num_kv_heads, page_size, head_dim, type, tags, factor, offset, scales, rows, k_words,
-                 v_words] = numbers;
+    const auto& [k, v, k_scale, v_scale, num_pages, num_kv_heads, page_size, head_dim, v_dim, type, keys_by_token, tags, factor, offset,
+                 scales, rows, k_words, v_words] = numbers;
     return {at<uint8_t>(k), at<uint8_t>(v), at<const float>(k_scale), at<const float>(v_scale), num_pages, num_kv_heads,
-            page_size, head_dim, static_cast<KvType>(type),
+            page_size, head_dim, v_dim, static_cast<KvType>(type), keys_by_token,
             {at<uint64_t>(tags), at<const uint64_t>(factor), at<const uint64_t>(offset), at<const uint64_t>(scales),
              at<const uint32_t>(rows), at<const int16_t>(k_words), at<const int16_t>(v_words)}};
 }
@@ -66,6 +68,16 @@ KvLayer layer_of(const LayerTuple& numbers) {
 void scale_rows(float* numbers, int64_t count, float factor) {
     if (factor == 1.0f) return;
     for (int64_t i = 0; i < count; ++i) numbers[i] *= factor;
+}
+
+// Addresses of page table, sequences and positions; number of rows; pages of a line of the table.
+using RowsTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t>;
+// The layer's number; addresses of page keys, of numbers of tokens and of violations.
+using SealTuple = std::tuple<int64_t, uintptr_t, uintptr_t, uintptr_t>;
+
+SealExpectation expectation(const SealTuple& numbers) {
+    const auto& [layer, page_keys, num_tokens, violations] = numbers;
+    return {layer, at<const uint64_t>(page_keys), at<const int32_t>(num_tokens), at<int64_t>(violations)};
 }
 
 QuantizedMatrix matrix(uintptr_t packed, int64_t n, int64_t k, int group, int bits, int scale_bytes, bool has_minimum) {
@@ -142,6 +154,17 @@ NB_MODULE(_native, m) {
             run(at<const float>(x), at<float>(residual), at<const float>(weight), eps, rows, cols, at<float>(out));
         });
     });
+    m.def("layer_norm", [](uintptr_t x, uintptr_t weight, uintptr_t bias, float eps, int64_t rows, int64_t cols, uintptr_t out) {
+        submit([=, run = ops().layer_norm] {
+            run(at<const float>(x), at<const float>(weight), at<const float>(bias), eps, rows, cols, at<float>(out));
+        });
+    });
+    m.def("head_matmul", [](uintptr_t x, int64_t x_stride, int64_t rows, uintptr_t w, int type, int64_t heads, int64_t n, int64_t k,
+                            uintptr_t out) {
+        submit([=, run = ops().head_matmul] {
+            run(at<const float>(x), x_stride, rows, at<const void>(w), static_cast<Dense>(type), heads, n, k, at<float>(out));
+        });
+    });
     m.def("rotary", [](uintptr_t x, int64_t row_stride, int64_t head_stride, uintptr_t positions, uintptr_t table, int64_t rows,
                        int64_t heads, int64_t head_dim) {
         submit([=, run = ops().rotary] {
@@ -167,9 +190,10 @@ NB_MODULE(_native, m) {
                            routing_of(routing), experts_of(gate_up), experts_of(down)};
         submit([=, run = ops().moe] { run(call); });
     });
-    m.def("kv_write", [](uintptr_t k, uintptr_t v, int64_t stride, uintptr_t slots, int64_t rows, const LayerTuple& pool) {
+    m.def("kv_write", [](uintptr_t k, int64_t k_stride, uintptr_t v, int64_t v_stride, uintptr_t slots, int64_t rows,
+                         const LayerTuple& pool) {
         submit([=, target = layer_of(pool), run = ops().kv_write] {
-            run(at<const float>(k), at<const float>(v), stride, at<const int64_t>(slots), rows, target);
+            run(at<const float>(k), k_stride, at<const float>(v), v_stride, at<const int64_t>(slots), rows, target);
         });
     });
     m.def("paged_attention", [](uintptr_t q, int64_t q_stride, uintptr_t out, uintptr_t page_table, uintptr_t row_sequence,
@@ -182,21 +206,40 @@ NB_MODULE(_native, m) {
                                  at<int64_t>(violations)};
         submit([=, source = layer_of(pool), run = ops().paged_attention] { run(call, source); });
     });
-    m.def("open_pages", [](uintptr_t pages, uintptr_t page_keys, int64_t count, const LayerTuple& pool, int64_t num_layers) {
-        submit([=, first = layer_of(pool), run = ops().open_pages] {
-            run(at<const int64_t>(pages), at<const uint64_t>(page_keys), count, first, num_layers);
+    m.def("mla_attention", [](uintptr_t q_latent, int64_t latent_stride, uintptr_t q_rope, int64_t rope_stride, uintptr_t out,
+                              const RowsTuple& rows, int64_t num_heads, int64_t latent_dim, int64_t rope_dim, uintptr_t selected,
+                              int64_t max_selected, float softmax_scale, const SealTuple& expected, const LayerTuple& pool) {
+        const auto& [page_table, row_sequence, row_position, num_rows, max_pages] = rows;
+        const LatentCall call{at<const float>(q_latent), latent_stride, at<const float>(q_rope), rope_stride, at<float>(out),
+                              at<const int32_t>(page_table), at<const int32_t>(row_sequence), at<const int32_t>(row_position),
+                              at<const int32_t>(selected), max_selected, num_rows, num_heads, latent_dim, rope_dim, max_pages,
+                              softmax_scale, expectation(expected)};
+        submit([=, source = layer_of(pool), run = ops().mla_attention] { run(call, source); });
+    });
+    m.def("indexer_topk", [](uintptr_t q, int64_t q_stride, uintptr_t weights, int64_t weights_stride, uintptr_t out, int64_t num_selected,
+                             const RowsTuple& rows, int64_t num_heads, const SealTuple& expected, const LayerTuple& pool) {
+        const auto& [page_table, row_sequence, row_position, num_rows, max_pages] = rows;
+        const IndexCall call{at<const float>(q), q_stride, at<const float>(weights), weights_stride, at<int32_t>(out), num_selected,
+                             at<const int32_t>(page_table), at<const int32_t>(row_sequence), at<const int32_t>(row_position),
+                             num_rows, num_heads, max_pages, expectation(expected)};
+        submit([=, source = layer_of(pool), run = ops().indexer_topk] { run(call, source); });
+    });
+    m.def("open_pages", [](uintptr_t pages, uintptr_t page_keys, int64_t count, const LayerTuple& pool,
+                           const std::vector<int64_t>& value_index) {
+        submit([=, layers = KvLayers{layer_of(pool), value_index}, run = ops().open_pages] {
+            run(at<const int64_t>(pages), at<const uint64_t>(page_keys), count, layers);
         });
     });
-    m.def("rekey_pages", [](uintptr_t pages, uintptr_t before, uintptr_t after, int64_t count, const LayerTuple& pool, int64_t num_layers) {
-        submit([=, first = layer_of(pool), run = ops().rekey_pages] {
-            run(at<const int64_t>(pages), at<const uint64_t>(before), at<const uint64_t>(after), count, first, num_layers);
+    m.def("rekey_pages", [](uintptr_t pages, uintptr_t before, uintptr_t after, int64_t count, const LayerTuple& pool,
+                            const std::vector<int64_t>& value_index) {
+        submit([=, layers = KvLayers{layer_of(pool), value_index}, run = ops().rekey_pages] {
+            run(at<const int64_t>(pages), at<const uint64_t>(before), at<const uint64_t>(after), count, layers);
         });
     });
     m.def("verify_pages", [](uintptr_t pages, uintptr_t page_keys, uintptr_t num_tokens, int64_t count, uintptr_t found,
-                             const LayerTuple& pool, int64_t num_layers) {
-        submit([=, first = layer_of(pool), run = ops().verify_pages] {
-            run(at<const int64_t>(pages), at<const uint64_t>(page_keys), at<const int64_t>(num_tokens), count, at<int64_t>(found), first,
-                num_layers);
+                             const LayerTuple& pool, const std::vector<int64_t>& value_index) {
+        submit([=, layers = KvLayers{layer_of(pool), value_index}, run = ops().verify_pages] {
+            run(at<const int64_t>(pages), at<const uint64_t>(page_keys), at<const int64_t>(num_tokens), count, at<int64_t>(found), layers);
         });
     });
     m.def("lease_check", [](uintptr_t tags, int64_t num_pages, uintptr_t page_table, uintptr_t expected, int64_t sequences,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace sluicegate {
 
@@ -33,16 +34,24 @@ struct LayerSeals {
 };
 
 struct KvLayer {
-    uint8_t* k;  // [num_pages, num_kv_heads, head_dim, page_size]
-    uint8_t* v;  // [num_pages, num_kv_heads, page_size, head_dim]
+    uint8_t* k;  // [num_pages, num_kv_heads, head_dim, page_size], or with keys_by_token [.., page_size, head_dim]
+    uint8_t* v;  // [num_pages, num_kv_heads, page_size, v_dim]
     const float* k_scale;  // [num_kv_heads]
     const float* v_scale;
     int64_t num_pages;
     int64_t num_kv_heads;
     int64_t page_size;
     int64_t head_dim;
+    int64_t v_dim;  // 0: the layer has no values
     KvType type;
+    bool keys_by_token;
     LayerSeals seals;
+};
+
+// All layers of a pool, which lie one behind the other from `first` on; so do the values of those that have any.
+struct KvLayers {
+    KvLayer first;
+    std::vector<int64_t> value_index;  // for each layer the place of its values, or -1
 };
 
 struct AttentionCall {
@@ -96,6 +105,52 @@ struct MoeCall {
     ExpertMatrices down;     // [hidden, size]
 };
 
+// What the pages that an op reads must be sealed with; page_keys is null if they aren't verified.
+struct SealExpectation {
+    int64_t layer;
+    const uint64_t* page_keys;  // [num_sequences, max_pages]
+    const int32_t* num_tokens;  // [num_sequences]
+    int64_t* violations;        // [num_sequences]
+};
+
+// Latent attention of rows over a layer whose keys lie by token, each being latent_dim elements and then rope_dim.
+struct LatentCall {
+    const float* q_latent;  // rows of [num_heads, latent_dim], latent_stride apart
+    int64_t latent_stride;
+    const float* q_rope;  // rows of [num_heads, rope_dim], rope_stride apart
+    int64_t rope_stride;
+    float* out;  // [num_rows, num_heads, latent_dim]
+    const int32_t* page_table;  // [num_sequences, max_pages]
+    const int32_t* row_sequence;
+    const int32_t* row_position;
+    const int32_t* selected;  // [num_rows, max_selected] ascending positions, the rest negative; null: all
+    int64_t max_selected;
+    int64_t num_rows;
+    int64_t num_heads;
+    int64_t latent_dim;
+    int64_t rope_dim;
+    int64_t max_pages;
+    float softmax_scale;
+    SealExpectation expected;
+};
+
+// The choice of positions for rows by the keys of an indexer, which are the layer's values.
+struct IndexCall {
+    const float* q;  // rows of [num_heads, v_dim], q_stride apart
+    int64_t q_stride;
+    const float* weights;  // rows of [num_heads], weights_stride apart
+    int64_t weights_stride;
+    int32_t* out;  // [num_rows, num_selected]
+    int64_t num_selected;
+    const int32_t* page_table;
+    const int32_t* row_sequence;
+    const int32_t* row_position;
+    int64_t num_rows;
+    int64_t num_heads;
+    int64_t max_pages;
+    SealExpectation expected;
+};
+
 struct Ops {
     const char* name;
     // out: rows that begin out_stride apart
@@ -105,14 +160,20 @@ struct Ops {
     void (*rotary)(float* x, int64_t row_stride, int64_t head_stride, const int32_t* positions, const float* table, int64_t rows, int64_t heads,
                    int64_t head_dim);
     void (*silu_mul)(const float* gate, const float* up, int64_t stride, int64_t rows, int64_t cols, float* out);
-    void (*kv_write)(const float* k, const float* v, int64_t stride, const int64_t* slots, int64_t rows, const KvLayer& layer);
+    // v is not looked at where the layer has no values.
+    void (*kv_write)(const float* k, int64_t k_stride, const float* v, int64_t v_stride, const int64_t* slots, int64_t rows,
+                     const KvLayer& layer);
     void (*paged_attention)(const AttentionCall& call, const KvLayer& layer);
-    // Pages of all layers, which lie one behind the other from `first` on.
-    void (*open_pages)(const int64_t* pages, const uint64_t* page_keys, int64_t count, const KvLayer& first, int64_t num_layers);
-    void (*rekey_pages)(const int64_t* pages, const uint64_t* before, const uint64_t* after, int64_t count, const KvLayer& first,
-                        int64_t num_layers);
+    void (*mla_attention)(const LatentCall& call, const KvLayer& layer);
+    void (*indexer_topk)(const IndexCall& call, const KvLayer& layer);
+    // A matrix [n, k] in panels for each head: x rows of [heads, k], x_stride apart -> out [rows, heads, n].
+    void (*head_matmul)(const float* x, int64_t x_stride, int64_t rows, const void* w, Dense type, int64_t heads, int64_t n, int64_t k,
+                        float* out);
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t rows, int64_t cols, float* out);
+    void (*open_pages)(const int64_t* pages, const uint64_t* page_keys, int64_t count, const KvLayers& layers);
+    void (*rekey_pages)(const int64_t* pages, const uint64_t* before, const uint64_t* after, int64_t count, const KvLayers& layers);
     void (*verify_pages)(const int64_t* pages, const uint64_t* page_keys, const int64_t* num_tokens, int64_t count, int64_t* found,
-                         const KvLayer& first, int64_t num_layers);
+                         const KvLayers& layers);
     void (*quantized_rows)(const QuantizedMatrix& w, const int64_t* ids, int64_t count, float* out);
     void (*dense_rows)(const void* w, Dense type, int64_t k, const int64_t* ids, int64_t count, float* out);
     void (*head_norm)(float* x, int64_t row_stride, int64_t head_stride, const float* weight, float eps, int64_t rows, int64_t heads, int64_t dim);

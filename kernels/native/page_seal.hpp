@@ -24,10 +24,11 @@ struct Sums {
 inline Sums halves(uint64_t tag) { return {static_cast<uint32_t>(tag), static_cast<uint32_t>(tag >> 32)}; }
 
 inline int64_t element_bytes(const KvLayer& layer) { return layer.type == KvType::fp8 ? 1 : 2; }
-inline int64_t page_bytes(const KvLayer& layer) { return layer.page_size * layer.head_dim * element_bytes(layer); }
+inline int64_t k_bytes(const KvLayer& layer) { return layer.page_size * layer.head_dim * element_bytes(layer); }
+inline int64_t v_bytes(const KvLayer& layer) { return layer.page_size * layer.v_dim * element_bytes(layer); }
 
-// sum of words[i] * keys[0][i] and of words[i] * keys[1][i], words and keys being signed numbers of 16 bits.
-inline Sums sum_words(const uint8_t* from, const int16_t* keys, int64_t count) {
+// sum of words[i] * keys[i] and of words[i] * keys[stride + i], words and keys being signed numbers of 16 bits.
+inline Sums sum_words(const uint8_t* from, const int16_t* keys, int64_t stride, int64_t count) {
     Sums sums;
     int64_t i = 0;
 #if defined(__AVX512VNNI__)
@@ -35,9 +36,9 @@ inline Sums sum_words(const uint8_t* from, const int16_t* keys, int64_t count) {
     for (; i + 64 <= count; i += 64) {
         const __m512i first = _mm512_loadu_si512(from + 2 * i), second = _mm512_loadu_si512(from + 2 * i + 64);
         a = _mm512_dpwssd_epi32(a, first, _mm512_loadu_si512(keys + i));
-        b = _mm512_dpwssd_epi32(b, first, _mm512_loadu_si512(keys + count + i));
+        b = _mm512_dpwssd_epi32(b, first, _mm512_loadu_si512(keys + stride + i));
         c = _mm512_dpwssd_epi32(c, second, _mm512_loadu_si512(keys + i + 32));
-        d = _mm512_dpwssd_epi32(d, second, _mm512_loadu_si512(keys + count + i + 32));
+        d = _mm512_dpwssd_epi32(d, second, _mm512_loadu_si512(keys + stride + i + 32));
     }
     sums.first = static_cast<uint32_t>(_mm512_reduce_add_epi32(_mm512_add_epi32(a, c)));
     sums.second = static_cast<uint32_t>(_mm512_reduce_add_epi32(_mm512_add_epi32(b, d)));
@@ -47,7 +48,7 @@ inline Sums sum_words(const uint8_t* from, const int16_t* keys, int64_t count) {
     for (; i + 16 <= count; i += 16) {
         const __m256i words = load(from + 2 * i);
         a = _mm256_add_epi32(a, _mm256_madd_epi16(words, load(keys + i)));
-        b = _mm256_add_epi32(b, _mm256_madd_epi16(words, load(keys + count + i)));
+        b = _mm256_add_epi32(b, _mm256_madd_epi16(words, load(keys + stride + i)));
     }
     alignas(32) uint32_t lanes[16];
     _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), a);
@@ -58,7 +59,7 @@ inline Sums sum_words(const uint8_t* from, const int16_t* keys, int64_t count) {
         int16_t word;
         std::memcpy(&word, from + 2 * i, 2);
         sums.first += static_cast<uint32_t>(int32_t{word} * keys[i]);
-        sums.second += static_cast<uint32_t>(int32_t{word} * keys[count + i]);
+        sums.second += static_cast<uint32_t>(int32_t{word} * keys[stride + i]);
     }
     return sums;
 }
@@ -74,15 +75,15 @@ inline uint64_t seal_mask(const KvLayer& layer, int64_t head, uint64_t page_key)
 
 // Whether one head's part of a page has the seal that num_tokens rows under this key must have.
 inline bool is_sealed(const KvLayer& layer, int64_t page, int64_t head, uint64_t page_key, int64_t num_tokens) {
-    const int64_t bytes = page_bytes(layer), at = (page * layer.num_kv_heads + head) * bytes, words = bytes / 2;
+    const int64_t part = page * layer.num_kv_heads + head, k_words = k_bytes(layer) / 2, v_words = v_bytes(layer) / 2;
     const uint32_t* rows = layer.seals.rows + 2 * num_tokens;
     Sums sums = halves(seal_mask(layer, head, page_key));
     sums += {rows[0], rows[1]};
-    sums += sum_words(layer.k + at, layer.seals.k_words, words);
-    sums += sum_words(layer.v + at, layer.seals.v_words, words);
+    sums += sum_words(layer.k + 2 * part * k_words, layer.seals.k_words, k_words, k_words);
+    if (v_words > 0) sums += sum_words(layer.v + 2 * part * v_words, layer.seals.v_words, v_words, v_words);
     // A tag is written with two atomic additions, of other rows' threads too, but never while it is read.
     uint64_t tag;
-    std::memcpy(&tag, layer.seals.tags + page * layer.num_kv_heads + head, 8);
+    std::memcpy(&tag, layer.seals.tags + part, 8);
     return sums == halves(tag);
 }
 
@@ -104,24 +105,37 @@ inline Sums product(Stored stored, int64_t index, const int16_t* keys, int64_t w
     }
 }
 
+// The sums of a row that lies by token: dim elements, always whole words, at `offset` in a part whose words have these keys.
+template <typename Stored>
+inline Sums token_sums(const Stored* part, int64_t dim, int64_t page_size, int64_t offset, const int16_t* keys) {
+    const int64_t words = dim * static_cast<int64_t>(sizeof(Stored)) / 2;
+    return sum_words(reinterpret_cast<const uint8_t*>(part + offset * dim), keys + offset * words, page_size * words, words);
+}
+
 // The sums of a row's key and value, which lie at `offset` in a page whose parts for one head begin at k and v.
 template <typename Stored>
 inline Sums row_sums(const KvLayer& layer, const Stored* k, const Stored* v, int64_t offset) {
-    const int64_t words = page_bytes(layer) / 2;
+    const int64_t words = k_bytes(layer) / 2;
     Sums sums;
-    for (int64_t i = 0; i < layer.head_dim; ++i) {
-        const int64_t key = i * layer.page_size + offset, value = offset * layer.head_dim + i;
-        sums += product(k[key], key, layer.seals.k_words, words);
-        sums += product(v[value], value, layer.seals.v_words, words);
+    if (layer.keys_by_token) {
+        sums = token_sums(k, layer.head_dim, layer.page_size, offset, layer.seals.k_words);
+    } else {
+        for (int64_t i = 0; i < layer.head_dim; ++i) {
+            const int64_t key = i * layer.page_size + offset;
+            sums += product(k[key], key, layer.seals.k_words, words);
+        }
     }
+    if (layer.v_dim > 0) sums += token_sums(v, layer.v_dim, layer.page_size, offset, layer.seals.v_words);
     return sums;
 }
 
-inline KvLayer layer_at(const KvLayer& first, int64_t index) {
+inline KvLayer layer_at(const KvLayers& layers, int64_t index) {
+    const KvLayer& first = layers.first;
     KvLayer layer = first;
-    const int64_t heads = first.num_kv_heads, bytes = index * first.num_pages * heads * page_bytes(first);
-    layer.k += bytes;
-    layer.v += bytes;
+    const int64_t heads = first.num_kv_heads, parts = first.num_pages * heads, value = layers.value_index[index];
+    layer.k += index * parts * k_bytes(first);
+    if (value < 0) layer.v_dim = 0;
+    else layer.v += value * parts * v_bytes(first);
     layer.k_scale += index * heads;
     layer.v_scale += index * heads;
     layer.seals.tags += index * first.num_pages * heads;
@@ -130,22 +144,24 @@ inline KvLayer layer_at(const KvLayer& first, int64_t index) {
     return layer;
 }
 
-void open_pages(const int64_t* pages, const uint64_t* page_keys, int64_t count, const KvLayer& first, int64_t num_layers) {
-    const int64_t heads = first.num_kv_heads, bytes = heads * page_bytes(first);
-    for (int64_t index = 0; index < num_layers; ++index) {
-        const KvLayer layer = layer_at(first, index);
+inline int64_t num_layers(const KvLayers& layers) { return static_cast<int64_t>(layers.value_index.size()); }
+
+void open_pages(const int64_t* pages, const uint64_t* page_keys, int64_t count, const KvLayers& layers) {
+    const int64_t heads = layers.first.num_kv_heads;
+    for (int64_t index = 0; index < num_layers(layers); ++index) {
+        const KvLayer layer = layer_at(layers, index);
+        const int64_t key_bytes = heads * k_bytes(layer), value_bytes = heads * v_bytes(layer);
         for (int64_t i = 0; i < count; ++i) {
-            std::memset(layer.k + pages[i] * bytes, 0, static_cast<size_t>(bytes));
-            std::memset(layer.v + pages[i] * bytes, 0, static_cast<size_t>(bytes));
+            std::memset(layer.k + pages[i] * key_bytes, 0, static_cast<size_t>(key_bytes));
+            if (value_bytes > 0) std::memset(layer.v + pages[i] * value_bytes, 0, static_cast<size_t>(value_bytes));
             for (int64_t head = 0; head < heads; ++head) layer.seals.tags[pages[i] * heads + head] = seal_mask(layer, head, page_keys[i]);
         }
     }
 }
 
-void rekey_pages(const int64_t* pages, const uint64_t* before, const uint64_t* after, int64_t count, const KvLayer& first,
-                 int64_t num_layers) {
-    for (int64_t index = 0; index < num_layers; ++index) {
-        const KvLayer layer = layer_at(first, index);
+void rekey_pages(const int64_t* pages, const uint64_t* before, const uint64_t* after, int64_t count, const KvLayers& layers) {
+    for (int64_t index = 0; index < num_layers(layers); ++index) {
+        const KvLayer layer = layer_at(layers, index);
         for (int64_t i = 0; i < count; ++i) {
             for (int64_t head = 0; head < layer.num_kv_heads; ++head) {
                 const Sums from = halves(seal_mask(layer, head, before[i])), to = halves(seal_mask(layer, head, after[i]));
@@ -156,11 +172,11 @@ void rekey_pages(const int64_t* pages, const uint64_t* before, const uint64_t* a
 }
 
 void verify_pages(const int64_t* pages, const uint64_t* page_keys, const int64_t* num_tokens, int64_t count, int64_t* found,
-                  const KvLayer& first, int64_t num_layers) {
+                  const KvLayers& layers) {
     ThreadPool::instance().run(count, [&](int64_t i, int) {
         found[i] = -1;
-        for (int64_t index = 0; index < num_layers && found[i] < 0; ++index) {
-            const KvLayer layer = layer_at(first, index);
+        for (int64_t index = 0; index < num_layers(layers) && found[i] < 0; ++index) {
+            const KvLayer layer = layer_at(layers, index);
             for (int64_t head = 0; head < layer.num_kv_heads; ++head) {
                 if (!is_sealed(layer, pages[i], head, page_keys[i], num_tokens[i])) found[i] = index;
             }

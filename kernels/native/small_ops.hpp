@@ -50,6 +50,21 @@ void rms_norm(const float* x, float* residual, const float* weight, float eps, i
     });
 }
 
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t rows, int64_t cols, float* out) {
+    for_rows(rows, cols, [=](int64_t row) {
+        const float* from = x + row * cols;
+        const auto sum = [&](const auto& term) {  // in 16 chains, then over them
+            Floats total = {};
+            for (int64_t i = 0; i < cols; ++i) total.v[i % kLanes] += term(from[i]);
+            return sum_lanes(total) / static_cast<float>(cols);
+        };
+        const float mean = sum([](float value) { return value; });
+        const float variance = sum([mean](float value) { return (value - mean) * (value - mean); });
+        const float inverse = 1.0f / std::sqrt(variance + eps);
+        for (int64_t j = 0; j < cols; ++j) out[row * cols + j] = __builtin_fmaf((from[j] - mean) * inverse, weight[j], bias[j]);
+    });
+}
+
 // table: [positions, 2, head_dim / 2], cosines then sines
 void rotary(float* x, int64_t row_stride, int64_t head_stride, const int32_t* positions, const float* table, int64_t rows, int64_t heads,
             int64_t head_dim) {
@@ -135,39 +150,45 @@ inline void encode(const float* from, float scale, int64_t dim, uint8_t* to) {
 }
 
 template <KvType kType>
-void kv_write_typed(const float* k, const float* v, int64_t stride, const int64_t* slots, int64_t rows, const KvLayer& layer) {
+void kv_write_typed(const float* k, int64_t k_stride, const float* v, int64_t v_stride, const int64_t* slots, int64_t rows,
+                    const KvLayer& layer) {
     using Stored = std::conditional_t<kType == KvType::fp8, uint8_t, uint16_t>;
-    const int64_t heads = layer.num_kv_heads, dim = layer.head_dim, page_size = layer.page_size;
-    for_rows(rows, heads * dim * 8, [&](int64_t row) {
+    const int64_t heads = layer.num_kv_heads, dim = layer.head_dim, v_dim = layer.v_dim, page_size = layer.page_size;
+    for_rows(rows, heads * (dim + v_dim) * 4, [&](int64_t row) {
         if (slots[row] < 0) return;
         const int64_t page = slots[row] / page_size, offset = slots[row] % page_size;
-        alignas(64) Stored key[256];
         const bool has_seals = layer.seals.tags != nullptr;
         for (int64_t head = 0; head < heads; ++head) {
-            const int64_t first = (page * heads + head) * page_size * dim;
-            const auto sums = [&] {
-                return row_sums(layer, reinterpret_cast<const Stored*>(layer.k) + first, reinterpret_cast<const Stored*>(layer.v) + first, offset);
-            };
-            const Sums before = has_seals ? sums() : Sums{};
-            encode<kType>(k + row * stride + head * dim, layer.k_scale[head], dim, reinterpret_cast<uint8_t*>(key));
-            Stored* keys = reinterpret_cast<Stored*>(layer.k) + first + offset;
-            for (int64_t i = 0; i < dim; ++i) keys[i * page_size] = key[i];
-            auto* values = reinterpret_cast<uint8_t*>(reinterpret_cast<Stored*>(layer.v) + first + offset * dim);
-            encode<kType>(v + row * stride + head * dim, layer.v_scale[head], dim, values);
+            auto* keys = reinterpret_cast<Stored*>(layer.k) + (page * heads + head) * page_size * dim;
+            auto* values = reinterpret_cast<Stored*>(layer.v) + (page * heads + head) * page_size * v_dim;
+            const Sums before = has_seals ? row_sums(layer, keys, values, offset) : Sums{};
+            const float* key = k + row * k_stride + head * dim;
+            if (layer.keys_by_token) {
+                encode<kType>(key, layer.k_scale[head], dim, reinterpret_cast<uint8_t*>(keys + offset * dim));
+            } else {
+                alignas(64) Stored encoded[256];
+                encode<kType>(key, layer.k_scale[head], dim, reinterpret_cast<uint8_t*>(encoded));
+                for (int64_t i = 0; i < dim; ++i) keys[i * page_size + offset] = encoded[i];
+            }
+            if (v_dim > 0) {
+                const float* value = v + row * v_stride + head * v_dim;
+                encode<kType>(value, layer.v_scale[head], v_dim, reinterpret_cast<uint8_t*>(values + offset * v_dim));
+            }
             if (has_seals) {
-                const uint32_t* rows = layer.seals.rows + 2 * offset;
-                Sums change = sums();
-                change += {rows[2] - rows[0] - before.first, rows[3] - rows[1] - before.second};
+                const uint32_t* constants = layer.seals.rows + 2 * offset;
+                Sums change = row_sums(layer, keys, values, offset);
+                change += {constants[2] - constants[0] - before.first, constants[3] - constants[1] - before.second};
                 add_to_tag(layer, page, head, change);
             }
         }
     });
 }
 
-void kv_write(const float* k, const float* v, int64_t stride, const int64_t* slots, int64_t rows, const KvLayer& layer) {
-    if (layer.type == KvType::bf16) kv_write_typed<KvType::bf16>(k, v, stride, slots, rows, layer);
-    else if (layer.type == KvType::fp16) kv_write_typed<KvType::fp16>(k, v, stride, slots, rows, layer);
-    else kv_write_typed<KvType::fp8>(k, v, stride, slots, rows, layer);
+void kv_write(const float* k, int64_t k_stride, const float* v, int64_t v_stride, const int64_t* slots, int64_t rows,
+              const KvLayer& layer) {
+    if (layer.type == KvType::bf16) kv_write_typed<KvType::bf16>(k, k_stride, v, v_stride, slots, rows, layer);
+    else if (layer.type == KvType::fp16) kv_write_typed<KvType::fp16>(k, k_stride, v, v_stride, slots, rows, layer);
+    else kv_write_typed<KvType::fp8>(k, k_stride, v, v_stride, slots, rows, layer);
 }
 
 // Rows of a quantized matrix, dequantized.

@@ -44,9 +44,9 @@ def seal_ref(pool: KvPool, seals: PageSeals, page: int, page_key: torch.Tensor, 
     lanes = torch.empty(layout.num_layers, layout.num_kv_heads, 2, dtype=torch.int64)
     for layer in range(layout.num_layers):
         for head in range(layout.num_kv_heads):
-            lanes[layer, head] = _sums(pool.k[layer, page, head], keys.k_words) + _sums(
-                pool.v[layer, page, head], keys.v_words
-            )
+            lanes[layer, head] = _sums(pool.stored_k[layer, page, head], keys.k_words)
+            if (values := pool.values_of(layer)) is not None:
+                lanes[layer, head] += _sums(values[page, head], keys.v_words)
     lanes += keys.rows[num_tokens].to(torch.int64) & _LOW
     return _joined(lanes + _lanes(mask_ref(pool, seals, page_key)))
 
@@ -82,19 +82,21 @@ def add_rows_ref(
         )
         for head in range(pool.layout.num_kv_heads):
             change = ((k_new - k_old)[head].unsqueeze(0) * keys.k_words.to(torch.int64)).sum(dim=1)
-            change += ((v_new - v_old)[head].unsqueeze(0) * keys.v_words.to(torch.int64)).sum(dim=1)
+            if v_new.shape[1]:
+                change += ((v_new - v_old)[head].unsqueeze(0) * keys.v_words.to(torch.int64)).sum(dim=1)
             seals.tags[layer, page, head] = _joined(_lanes(seals.tags[layer, page, head]) + change + rows)
 
 
 def words_of_pages(pool: KvPool, layer: int, slots: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """For each page that slots name: its number, and all heads' words of keys and of values."""
+    """For each page that slots name: its number, and all heads' words of keys and of values; none of values that the layer doesn't have."""
     pages = sorted({slot // pool.layout.page_size for slot in slots.tolist() if slot >= 0})
-    heads = range(pool.layout.num_kv_heads)
+    heads, values = range(pool.layout.num_kv_heads), pool.values_of(layer)
+    nothing = torch.empty(len(heads), 0, dtype=torch.int64)
     return [
         (
             page,
-            torch.stack([words(pool.k[layer, page, head]) for head in heads]),
-            torch.stack([words(pool.v[layer, page, head]) for head in heads]),
+            torch.stack([words(pool.stored_k[layer, page, head]) for head in heads]),
+            nothing if values is None else torch.stack([words(values[page, head]) for head in heads]),
         )
         for page in pages
     ]

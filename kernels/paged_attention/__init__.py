@@ -3,11 +3,12 @@
 import torch
 
 from kernels.backend import Backend
-from kernels.checks import check_rows, check_tensor, output, sizes
+from kernels.checks import check_rows, output, sizes
 from kernels.errors import KernelError
 from kernels.kv_pool import AttentionRows, KvPool, check_pool
 from kernels.native_pool import native_layer
 from kernels.paged_attention.ref import paged_attention_ref
+from kernels.seal_arguments import native_check
 from kernels.seals import SealCheck
 
 
@@ -31,6 +32,8 @@ def paged_attention(
     `seal_check.violations`, and rows of that sequence mean nothing. Rows of q may lie further apart than they are long. `rows.check` must have passed for this pool.
     """
     layout = pool.layout
+    if layout.is_latent or layout.num_value_layers != layout.num_layers or layout.v_dim != layout.head_dim:
+        raise KernelError("paged_attention: the pool must have keys and values of one size in every layer")
     num_rows, num_heads, dim = sizes("paged_attention", "q", q, 3)
     stride = check_rows("paged_attention", "q", q, (len(rows.row_sequence), None, layout.head_dim), backend)
     check_pool("paged_attention", pool, backend)
@@ -46,7 +49,7 @@ def paged_attention(
     if backend is Backend.GPU:
         if seal_check is not None:
             raise KernelError("paged_attention: there are no seals on a GPU yet")
-        placed = _placed(rows, q.device)
+        placed = placed_rows("paged_attention", rows, q.device)
         if num_rows:
             from kernels.paged_attention.gpu import paged_attention_gpu
 
@@ -55,29 +58,18 @@ def paged_attention(
     from kernels import _native
 
     table = rows.page_table
-    expected = (0, 0, 0) if seal_check is None else _addresses(seal_check, rows, pool)
     _native.paged_attention(
         q.data_ptr(), stride, result.data_ptr(), table.data_ptr(), rows.row_sequence.data_ptr(),
         rows.row_position.data_ptr(), num_rows, num_heads, table.shape[1], window or 0, softmax_scale,
-        layer, *expected, native_layer(pool, layer),
+        *native_check("paged_attention", seal_check, layer, rows, pool), native_layer(pool, layer),
     )  # fmt: skip
     return result
 
 
-def _addresses(check: SealCheck, rows: AttentionRows, pool: KvPool) -> tuple[int, int, int]:
-    if pool.seals is None:
-        raise KernelError("paged_attention: the pool has no seals to check")
-    num_sequences = len(rows.page_table)
-    check_tensor("paged_attention", "page_keys", check.page_keys, torch.int64, tuple(rows.page_table.shape))
-    check_tensor("paged_attention", "num_tokens", check.num_tokens, torch.int32, (num_sequences,))
-    check_tensor("paged_attention", "violations", check.violations, torch.int64, (num_sequences,))
-    return check.page_keys.data_ptr(), check.num_tokens.data_ptr(), check.violations.data_ptr()
-
-
-def _placed(rows: AttentionRows, device: torch.device) -> AttentionRows:
+def placed_rows(op: str, rows: AttentionRows, device: torch.device) -> AttentionRows:
     """Rows with a plan, where the queries are. Making one for each layer would wait for the GPU each time."""
     if rows.plan is not None and rows.row_sequence.device.type == device.type:
         return rows
     if device.type != "cpu":
-        raise KernelError("paged_attention: rows must be on the GPU with their plan, see AttentionRows.to")
+        raise KernelError(f"{op}: rows must be on the GPU with their plan, see AttentionRows.to")
     return rows.to(device)

@@ -8,11 +8,10 @@ from kernels.seals import SealCheck
 
 
 def stored_values(
-    stored: torch.Tensor, scale: torch.Tensor, pages: torch.Tensor, first: int, last: int, pool: KvPool
+    stored: torch.Tensor, scale: torch.Tensor, pages: torch.Tensor, positions: torch.Tensor, pool: KvPool
 ) -> torch.Tensor:
-    """Keys or values at positions [first, last) of one sequence: float32 [kv_heads, last - first, D]."""
+    """Keys or values at positions int64 [n] of one sequence: float32 [kv_heads, n, D]."""
     size = pool.layout.page_size
-    positions = torch.arange(first, last)
     raw = stored[pages[positions // size].long(), :, positions % size]
     wide = raw.contiguous().view(torch.float8_e4m3fn).float() if pool.layout.dtype == "fp8" else raw.float()
     return wide.permute(1, 0, 2) * scale.view(-1, 1, 1)
@@ -36,9 +35,9 @@ def paged_attention_ref(
         first = max(0, last - window) if window else 0
         pages = rows.page_table[int(rows.row_sequence[row])]
         if seal_check is not None:
-            _verify(pool, layer, rows, seal_check, row, (first, last))
-        k = stored_values(pool.k_rows[layer], pool.k_scale[layer], pages, first, last, pool)
-        v = stored_values(pool.v[layer], pool.v_scale[layer], pages, first, last, pool)
+            verify_pages_of(pool, layer, rows, seal_check, row, torch.arange(first, last))
+        k = stored_values(pool.k_rows[layer], pool.k_scale[layer], pages, torch.arange(first, last), pool)
+        v = stored_values(pool.v[layer], pool.v_scale[layer], pages, torch.arange(first, last), pool)
         grouped = q[row].view(num_kv_heads, num_heads // num_kv_heads, 1, dim)
         scores = (grouped * k.unsqueeze(1)).sum(dim=3) * softmax_scale  # [kv_heads, group, keys]
         weights = torch.softmax(scores, dim=2)
@@ -46,11 +45,13 @@ def paged_attention_ref(
     return out
 
 
-def _verify(pool: KvPool, layer: int, rows: AttentionRows, check: SealCheck, row: int, keys: tuple[int, int]) -> None:
-    """Note down the first page of a row that has not the seal that it must have."""
+def verify_pages_of(
+    pool: KvPool, layer: int, rows: AttentionRows, check: SealCheck, row: int, positions: torch.Tensor
+) -> None:
+    """Note down the first page, of those in which a row reads positions int64 [n], that has not the seal that it must have."""
     assert pool.seals is not None
     size, sequence = pool.layout.page_size, int(rows.row_sequence[row])
-    for place in range(keys[0] // size, -(-keys[1] // size)):
+    for place in sorted(set((positions // size).tolist())):
         page = int(rows.page_table[sequence, place])
         count = min(size, int(check.num_tokens[sequence]) - place * size)
         wanted = seal_ref(pool, pool.seals, page, check.page_keys[sequence, place], count)

@@ -85,33 +85,57 @@ def test_fp8_divides_by_the_scale(backend, scale):
     assert torch.equal(expected, write_one_head(values, "fp8", backend, scale))
 
 
+SHAPES = [
+    (1, 8, 1, {}), (2, 64, 2, {}), (3, 64, 16, {}), (8, 8, 8, {}), (5, 24, 64, {}), (2, 256, 4, {}), (2, 16, 4, {"value_dim": 40}),
+    (1, 576, 8, {"value_dim": 0, "is_latent": True}), (1, 72, 4, {"value_dim": 24, "value_layers": (1,), "is_latent": True}),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
-@pytest.mark.parametrize(
-    ("heads", "dim", "page_size"), [(1, 8, 1), (2, 64, 2), (3, 64, 16), (8, 8, 8), (5, 24, 64), (2, 256, 4)]
-)
-def test_rows_land_in_their_slots_and_nowhere_else(backend, heads, dim, page_size, dtype):
+@pytest.mark.parametrize(("heads", "dim", "page_size", "more"), SHAPES, ids=str)
+def test_rows_land_in_their_slots_and_nowhere_else(backend, heads, dim, page_size, more, dtype):
     """Head by head, each row is at its page and offset; negative slots write nothing; all else keeps its bytes."""
-    layout = KvLayout(3, 7, heads, dim, page_size, dtype)
+    layout = KvLayout(3, 7, heads, dim, page_size, dtype, **more)
     head_scales = 2.0 ** torch.arange(3 * heads).view(3, heads) / 16
     pool = KvPool.allocate(layout, head_scales, head_scales.flip(1))
-    pool.k.view(torch.uint8).fill_(0x5A)
+    pool.stored_k.view(torch.uint8).fill_(0x5A)
     pool.v.view(torch.uint8).fill_(0xA5)
     expected_k, expected_v = pool.k_rows.clone(memory_format=torch.contiguous_format), pool.v.clone()
     slots = torch.randperm(7 * page_size)[: 7 * page_size // 2 + 1]
     slots[::3] = -1
-    k, v = torch.randn(len(slots), heads, dim), torch.randn(len(slots), heads, dim)
+    # Rows that lie further apart than they are long, keys and values differently.
+    k = torch.randn(len(slots), heads * dim + 5)[:, : heads * dim].unflatten(1, (heads, dim))
+    v = torch.randn(len(slots), heads * layout.v_dim + 3)[:, : heads * layout.v_dim].unflatten(1, (heads, layout.v_dim))
+    index = layout.value_index(1)
     for row, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
         for head in range(heads):
-            for source, scale, target in ((k, pool.k_scale, expected_k), (v, pool.v_scale, expected_v)):
+            for source, scale, target in (
+                (k, pool.k_scale, expected_k[1]),
+                (v, pool.v_scale, expected_v[index:][0] if index >= 0 else None),
+            ):
+                if target is None:
+                    continue
                 scaled = source[row, head] / scale[1, head]
                 stored = {"bf16": scaled.bfloat16, "fp16": scaled.half}
                 code = stored[dtype]() if dtype in stored else scaled.clamp(-448, 448).to(E4M3).view(torch.uint8)
-                target[1, slot // page_size, head, slot % page_size] = code
-    kv_write(k, v, slots, pool, 1, backend=backend)
+                target[slot // page_size, head, slot % page_size] = code
+    kv_write(k, v if index >= 0 else None, slots, pool, 1, backend=backend)
     assert torch.equal(expected_k.view(torch.uint8), pool.k_rows.contiguous().view(torch.uint8))
     assert torch.equal(expected_v.view(torch.uint8), pool.v.view(torch.uint8))
+
+
+def test_values_are_given_where_there_are_any(backend):
+    """A layer with values gets them, one without gets none."""
+    pool = KvPool.allocate(KvLayout(2, 2, 1, 16, 4, "bf16", 8, (1,), is_latent=True))
+    k, v, slots = torch.zeros(1, 1, 16), torch.zeros(1, 1, 8), torch.tensor([0])
+    with pytest.raises(KernelError, match="layer 0 has no values"):
+        kv_write(k, v, slots, pool, 0, backend=backend)
+    with pytest.raises(KernelError, match="layer 1 has values"):
+        kv_write(k, None, slots, pool, 1, backend=backend)
+    with pytest.raises(KernelError, match="v must have shape"):
+        kv_write(k, k, slots, pool, 1, backend=backend)
 
 
 def test_many_rows(backend):
@@ -130,6 +154,10 @@ def test_page_size_of_a_pool_is_explicit():
         layout = KvLayout(3, 5, heads, dim, page_size, dtype)
         assert 2 * 3 * heads * dim * page_size * element == layout.page_bytes
         assert 5 * layout.page_bytes == KvPool.allocate(layout).nbytes
+    latent = KvLayout(3, 5, 1, 72, 4, "fp16", 24, (0, 2), is_latent=True)
+    assert (3 * 72 + 2 * 24) * 4 * 2 == latent.page_bytes
+    assert 5 * latent.page_bytes == KvPool.allocate(latent).nbytes
+    assert [0, -1, 1] == [latent.value_index(layer) for layer in range(3)]
 
 
 def test_scrub_zeroes_one_page_in_all_layers():
@@ -168,6 +196,13 @@ def test_scales_of_another_shape_are_refused(scale):
         ("positive", (1, 0, 1, 64, 16, "bf16")),
         ("positive", (1, 1, 1, 64, 0, "bf16")),
         ("dtype", (1, 1, 1, 64, 16, "fp4")),
+        ("head_dim", (1, 1, 1, 1032, 16, "bf16", 0, None, True)),
+        ("head_dim", (1, 1, 1, 576, 16, "bf16", 0)),
+        ("value_dim", (1, 1, 1, 64, 16, "bf16", 12)),
+        ("value_dim", (1, 1, 1, 64, 16, "bf16", -8)),
+        ("value_layers", (2, 1, 1, 64, 16, "bf16", 8, (0, 2), True)),
+        ("value_layers", (2, 1, 1, 64, 16, "bf16", 8, (1, 0), True)),
+        ("one kv head", (1, 1, 2, 64, 16, "bf16", 0, None, True)),
     ],
 )
 def test_bad_layouts_are_refused(word, sizes):

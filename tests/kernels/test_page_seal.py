@@ -19,9 +19,13 @@ LAYOUTS = [
     KvLayout(2, 7, 3, 64, 16, "bf16"), KvLayout(2, 7, 3, 64, 16, "fp16"), KvLayout(2, 7, 3, 64, 16, "fp8"),
     KvLayout(3, 7, 1, 24, 2, "fp8"), KvLayout(1, 7, 2, 8, 1, "bf16"), KvLayout(2, 7, 2, 128, 64, "fp8"),
     KvLayout(1, 7, 1, 40, 8, "fp16"),
+    KvLayout(2, 7, 1, 72, 16, "fp16", 0, is_latent=True), KvLayout(3, 7, 1, 40, 4, "fp8", 24, (0, 2), is_latent=True),
+    KvLayout(2, 7, 1, 576, 1, "bf16", 128, (1,), is_latent=True), KvLayout(2, 7, 2, 16, 4, "bf16", 24),
 ]  # fmt: skip
 EACH_LAYOUT = pytest.mark.parametrize(
-    "layout", LAYOUTS, ids=lambda x: f"{x.dtype}-{x.num_kv_heads}x{x.head_dim}-{x.page_size}"
+    "layout",
+    LAYOUTS,
+    ids=lambda x: f"{'latent-' * x.is_latent}{x.dtype}-{x.num_kv_heads}x{x.head_dim}+{x.v_dim}-{x.page_size}",
 )
 
 
@@ -29,7 +33,8 @@ def sealed_pool(layout: KvLayout, backend: Backend) -> KvPool:
     """A pool whose pages are open under PAGE_KEYS, with scales that differ by layer and head."""
     scales = 1 + torch.rand(layout.num_layers, layout.num_kv_heads)
     pool = KvPool.allocate(layout, scales, scales.flip(0) / 2, SECRET)
-    pool.k.view(torch.uint8).fill_(0x55)
+    pool.stored_k.view(torch.uint8).fill_(0x55)
+    pool.v.view(torch.uint8).fill_(0x55)
     open_pages(pool, torch.arange(7), PAGE_KEYS, backend=backend)
     return pool
 
@@ -37,8 +42,11 @@ def sealed_pool(layout: KvLayout, backend: Backend) -> KvPool:
 def write(pool: KvPool, slots: torch.Tensor, backend: Backend) -> None:
     """Random rows at slots in all layers."""
     for layer in range(pool.layout.num_layers):
-        k = torch.randn(len(slots), pool.layout.num_kv_heads, pool.layout.head_dim) * 100
-        kv_write(k, k.flip(0), slots, pool, layer, backend=backend)
+        k, v = (
+            torch.randn(len(slots), pool.layout.num_kv_heads, n) * 100
+            for n in (pool.layout.head_dim, pool.layout.v_dim)
+        )
+        kv_write(k, None if pool.values_of(layer) is None else v, slots, pool, layer, backend=backend)
 
 
 def filled_pool(layout: KvLayout, backend: Backend) -> KvPool:
@@ -78,7 +86,8 @@ def test_seals_are_those_of_the_reference(backend, layout) -> None:
 def test_open_pages_are_zero(backend, layout) -> None:
     """What a page held before is gone when it's opened."""
     pool = sealed_pool(layout, backend)
-    assert not bool(pool.k.view(torch.uint8).any())
+    assert not bool(pool.stored_k.view(torch.uint8).any())
+    assert not bool(pool.v.view(torch.uint8).any())
     assert [-1] * 7 == verify(pool, backend, num=torch.zeros(7, dtype=torch.int64))
 
 
@@ -91,18 +100,21 @@ def num_flips(backend: Backend) -> int:
     return 300 if _native.selected() == "portable" else 1700
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[2], LAYOUTS[3]], ids=lambda x: x.dtype)
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS[1:4], *LAYOUTS[7:9]], ids=lambda x: f"{'latent-' * x.is_latent}{x.dtype}-{x.v_dim}"
+)
 def test_every_single_bit_is_covered(backend, layout) -> None:
     """A flipped bit anywhere in keys or values, rows that aren't written included, is found, in its page and layer."""
     pool = filled_pool(layout, backend)
     generator = torch.Generator().manual_seed(5)
-    for side in (pool.k, pool.v):
-        stored = side.view(torch.uint8).view(layout.num_layers, 7, -1)
-        for _ in range(num_flips(backend)):
-            layer, page, byte, bit = (int(torch.randint(n, (), generator=generator)) for n in (*stored.shape, 8))
-            stored[layer, page, byte] ^= 1 << bit
-            assert layer == verify(pool, backend)[page]
-            stored[layer, page, byte] ^= 1 << bit
+    with_values = [layer for layer in range(layout.num_layers) if pool.values_of(layer) is not None]
+    for side, layers in ((pool.stored_k, range(layout.num_layers)), (pool.v, with_values)):
+        stored = side.view(torch.uint8).flatten(2)
+        for _ in range(num_flips(backend) if layers else 0):
+            index, page, byte, bit = (int(torch.randint(n, (), generator=generator)) for n in (*stored.shape, 8))
+            stored[index, page, byte] ^= 1 << bit
+            assert layers[index] == verify(pool, backend)[page]
+            stored[index, page, byte] ^= 1 << bit
     assert [-1] * 7 == verify(pool, backend)
 
 

@@ -22,14 +22,18 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from kernels import dense_matmul, int4_matmul, paged_attention
+from kernels import dense_matmul, indexer_topk, int4_matmul, mla_attention, paged_attention
 from kernels.dense_matmul.gpu import dense_matmul_gpu
 from kernels.embedding.gpu import embedding_gpu
 from kernels.gpu_weights import GpuDenseWeight, GpuInt4Weight, GpuInt8Weight
+from kernels.head_matmul.gpu import head_matmul_gpu
+from kernels.indexer_topk.gpu import indexer_topk_gpu
 from kernels.int4_matmul.gpu import quantized_matmul
 from kernels.kv_layout import STORED
 from kernels.kv_pool import AttentionRows, KvLayout, KvPool
 from kernels.kv_write.gpu import kv_write_gpu
+from kernels.layer_norm.gpu import layer_norm_gpu
+from kernels.mla_attention.gpu import mla_attention_gpu
 from kernels.paged_attention.gpu import paged_attention_gpu
 from kernels.rms_norm.gpu import rms_norm_gpu
 from kernels.rotary.gpu import rotary_gpu
@@ -149,6 +153,30 @@ def _attend(pool: KvPool, heads: int, count: int) -> Callable[[], object]:
     return lambda: paged_attention_gpu(q, pool, 0, rows, 0.125, None, torch.zeros_like(q))
 
 
+def latent_calls() -> dict[str, Callable[[], object]]:
+    """Latent attention of DeepSeek's sizes, with few rows and with many, of all positions and of selected ones; the indexer; products by head."""
+    calls = {}
+    device = torch.device("cpu")
+    for dtype in ("bf16", "fp16", "fp8"):
+        pool = KvPool.allocate(KvLayout(1, 4, 1, 576, 16, dtype, 128, is_latent=True))
+        for name, count in (("decode", 1), ("prefill", 400)):
+            rows = AttentionRows(
+                torch.zeros(1, 64, dtype=torch.int32), torch.zeros(count, dtype=torch.int32), torch.arange(count).int()
+            ).to(device)
+            q, turned, out = torch.zeros(count, 64, 512), torch.zeros(count, 64, 64), torch.zeros(count, 64, 512)
+            selected = torch.zeros(count, 2048, dtype=torch.int32) if dtype == "fp8" else None
+            calls[f"latent {name} {dtype}"] = functools.partial(
+                mla_attention_gpu, q, turned, pool, 0, rows, 0.1, selected, out
+            )
+        index_q, weights, chosen = torch.zeros(1, 32, 128), torch.zeros(1, 32), torch.zeros(1, 16, dtype=torch.int32)
+        one = AttentionRows(torch.zeros(1, 64, dtype=torch.int32), *torch.zeros(2, 1, dtype=torch.int32)).to(device)
+        calls[f"indexer {dtype}"] = functools.partial(indexer_topk_gpu, index_q, weights, pool, 0, one, chosen)
+    x, w, out = torch.zeros(3, 64, 128), torch.zeros(64, 512, 128, dtype=torch.bfloat16), torch.zeros(3, 64, 512)
+    calls["head_matmul"] = lambda: head_matmul_gpu(x, w, out)
+    calls["layer_norm"] = lambda: layer_norm_gpu(x[0], x[0, 0], x[0, 0], 1e-6, torch.zeros_like(x[0]))
+    return calls
+
+
 def small_calls() -> dict[str, Callable[[], object]]:
     """The other ops."""
     x, ids = torch.zeros(3, HIDDEN), torch.zeros(3, dtype=torch.int64)
@@ -172,7 +200,7 @@ def main() -> None:
     """Compile all of it and print one JSON object: call -> kernel -> description."""
     capability = int(sys.argv[1])
     triton.runtime.driver.set_active(AbsentGpu(capability))
-    for op in (int4_matmul, dense_matmul, paged_attention):
+    for op in (int4_matmul, dense_matmul, paged_attention, mla_attention, indexer_topk):
         op.gpu.capability = lambda device: capability
         op.gpu.num_processors = lambda device: 100
     kernels: dict[str, object] = {}
@@ -184,7 +212,7 @@ def main() -> None:
     describe_once = functools.cache(describe)
     run, JITFunction.run = JITFunction.run, compile_only
     report = {}
-    calls = product_calls() | attention_calls() | small_calls()
+    calls = product_calls() | attention_calls() | latent_calls() | small_calls()
     for name in SOME if sys.argv[2:] == ["some"] else calls:
         call = calls[name]
         kernels.clear()

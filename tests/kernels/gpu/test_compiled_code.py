@@ -72,6 +72,8 @@ def test_products_are_tensor_core_products(compiled):
         if call.startswith("attention"):
             wanted = "HMMA.16816.F32.BF16" if "bf16" in call else "HMMA.16816.F32"
             assert [wanted] == report[call]["_attend"]["products"], call
+        if call.startswith(("latent", "indexer")):
+            assert report[call]["_attend" if call.startswith("latent") else "_score"]["products"], call
 
 
 def test_one_row_and_thousands_run_on_one_instruction(compiled):
