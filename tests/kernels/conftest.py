@@ -26,7 +26,7 @@ TOLERANCES = {
     "gelu_mul": 5e-7,
     "moe": 2e-6,  # two products and a sum over experts
     "paged_attention": 1e-6,
-    "mla_attention": 1e-6,
+    "mla_attention": 2e-6,  # a score is one chain of additions
     "layer_norm": 5e-7,
     "gpu_matmul": 6e-4,  # both operands have the 11 bits of float16
     "gpu_matmul_float32": 1e-6,

@@ -40,14 +40,14 @@ def test_layouts(check_close, make_latent, random_choice, heads, latent, rope, p
     check_close(f"gpu_attention_{dtype}", case.attend(GPU, selected), case.exact(selected))
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_rows_alone_and_in_a_batch(check_close, make_latent, random_choice, dtype):
     """A token's bits are the same alone, where ranges are shared by programs, and beside others."""
-    case = make_latent([530, 9], [3, 2], dtype=dtype, placed_for=GPU)
-    for selected in (None, random_choice(case, 300)):
+    case = make_latent([270, 9], [2, 1], heads=3, dtype=dtype, placed_for=GPU)
+    for selected in (None, random_choice(case, 264)):
         together = case.attend(GPU, selected)
         check_close(f"gpu_attention_{dtype}", together, case.exact(selected))
-        for row in (0, 2, 4):
+        for row in (0, 1, 2):
             chosen = None if selected is None else selected[[row]]
             assert torch.equal(together[row : row + 1], case.some([row]).attend(GPU, chosen))
 
