@@ -32,6 +32,11 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 259, "bos_token_id": 258, "pad_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_LATENT = {
+    "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 12, "q_lora_rank": 36, "kv_lora_rank": 44, "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12, "v_head_dim": 28, "attention_bias": True, "n_routed_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 36, "n_shared_experts": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+}  # fmt: skip
 # Class name (before Config and ForCausalLM), and settings.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**_ROPE, "attention_bias": True, "mlp_bias": True}),
@@ -69,15 +74,34 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
         },
     ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **_LATENT,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
+                "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+            },
+            "n_group": 3, "topk_group": 2, "num_nextn_predict_layers": 1,
+        },
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        {
+            **_LATENT, **_ROPE, "initializer_range": 0.12, "index_topk": 11, "index_head_dim": 24, "index_n_heads": 18, "n_group": 1,
+            "topk_group": 1, "indexer_types": ["full", "shared", "full"],
+        },
+    ),
 }  # fmt: skip
 
 
 def make(architecture: str, kv_dtype: str = "fp16", **overrides: Any) -> PreTrainedModel:
     """A random float32 model whose attention rounds keys and values to `kv_dtype`."""
-    name, settings = ARCHITECTURES[architecture]
+    name, settings = ARCHITECTURES["deepseek_v3" if architecture == "kimi_k25" else architecture]
     config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
     config = getattr(transformers, config_name)(**(_SIZES | settings | overrides))
-    config._attn_implementation = f"sluicegate_{kv_dtype}_kv"
+    is_latent = hasattr(config, "kv_lora_rank")
+    config._attn_implementation = "eager" if is_latent else f"sluicegate_{kv_dtype}_kv"
     torch.manual_seed(7)
     model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config).eval().float()
     offset = 1.0 if name == "Gemma3" else 0.0
@@ -90,7 +114,36 @@ def make(architecture: str, kv_dtype: str = "fp16", **overrides: Any) -> PreTrai
         for label, buffer in model.named_buffers():
             if label.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.3, 0.3)
+    if is_latent:
+        _round_latents(model, {"bf16": torch.bfloat16, "fp16": torch.float16}[kv_dtype])
     return model
+
+
+class _RoundingCache:
+    """A cache without a past that stores an indexer's keys as a pool does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
+        return keys.to(self._dtype).float()
+
+
+def _round_latents(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Have latent vectors, their rotated parts and indexers' keys rounded as a pool stores them, before anything is made of them."""
+    for layer in model.model.layers:
+        attention, indexer = layer.self_attn, getattr(layer.self_attn, "indexer", None)
+
+        def expand(latent: Any, turned: Any, expand_kv: Any = attention.expand_kv) -> Any:
+            return expand_kv(latent.to(dtype).float(), turned.to(dtype).float())
+
+        attention.expand_kv = expand
+        if indexer is not None:
+
+            def choose(*args: Any, forward: Any = indexer.forward, **options: Any) -> Any:
+                return forward(*args, **(options | {"cache": _RoundingCache(dtype)}))
+
+            indexer.forward = choose
 
 
 def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB") -> Path:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.backend import Backend
-from worker.model import gemma3, glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from worker.model import deepseek, gemma3, glm4_moe, glm_dsa, llama, qwen2, qwen3, qwen3_moe
 from worker.model.checkpoint import Checkpoint
 from worker.model.config import ModelConfig
 from worker.model.errors import ModelError
@@ -31,8 +31,12 @@ class Architecture:
 
 
 _ARCHITECTURES = {
+    "deepseek_v3": Architecture(deepseek.read_config, deepseek.NAMES, deepseek.build, deepseek.ignored),
     "gemma3_text": Architecture(gemma3.read_config, gemma3.NAMES, gemma3.build),
     "glm4_moe": Architecture(glm4_moe.read_config, glm4_moe.NAMES, glm4_moe.build, glm4_moe.ignored),
+    "glm_moe_dsa": Architecture(glm_dsa.read_config, glm_dsa.NAMES, glm_dsa.build, glm_dsa.ignored),
+    "kimi_k2": Architecture(deepseek.read_config, deepseek.NAMES, deepseek.build, deepseek.ignored),
+    "kimi_k25": Architecture(deepseek.read_kimi_config, deepseek.KIMI_NAMES, deepseek.build, deepseek.kimi_ignored),
     "llama": Architecture(llama.read_config, llama.NAMES, llama.build),
     "qwen2": Architecture(qwen2.read_config, qwen2.NAMES, llama.build),
     "qwen3": Architecture(qwen3.read_config, qwen3.NAMES, llama.build),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from kernels.kv_layout import MAX_LATENT_DIM
 from worker.model.errors import ModelError
 
 MAX_LAYERS = 1024
@@ -65,6 +66,50 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerConfig:
+    """What chooses the positions that sparse attention looks at."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int  # positions for each row
+    layers: tuple[int, ...]  # that have an indexer; others take the choice of the last one before them
+
+    def check(self, source: str, rope_dim: int) -> None:
+        """Raise ModelError for numbers that no model has."""
+        if not (1 <= self.num_heads <= MAX_SIZE and 1 <= self.top_k <= MAX_SIZE):
+            raise ModelError(f"{source}: index_n_heads {self.num_heads} or index_topk {self.top_k} is out of range")
+        if self.head_dim % 8 or not max(8, rope_dim) <= self.head_dim <= 256:
+            raise ModelError(f"{source}: index_head_dim {self.head_dim} is not a multiple of 8 from {rope_dim} to 256")
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Sizes of multi-head latent attention. `head_dim` of the model is nope_dim + rope_dim."""
+
+    q_rank: int | None  # of the smaller vector that queries are made of; None: they are made straight
+    kv_rank: int
+    nope_dim: int  # of a head's part without a position
+    rope_dim: int  # of its rotated part
+    v_dim: int
+    is_interleaved: bool  # whether neighbours are rotated together in the checkpoint, or halves
+    indexer: IndexerConfig | None = None
+
+    def check(self, source: str) -> None:
+        """Raise ModelError for numbers that no model has."""
+        sizes = {"kv_lora_rank": self.kv_rank, "qk_nope_head_dim": self.nope_dim, "v_head_dim": self.v_dim}
+        sizes |= {} if self.q_rank is None else {"q_lora_rank": self.q_rank}
+        for name, value in sizes.items():
+            if not 1 <= value <= MAX_SIZE:
+                raise ModelError(f"{source}: {name} {value} is out of range")
+        if self.rope_dim % 2 or not 2 <= self.rope_dim <= 256:
+            raise ModelError(f"{source}: qk_rope_head_dim {self.rope_dim} is not an even number from 2 to 256")
+        if (self.kv_rank + self.rope_dim) % 8 or self.kv_rank + self.rope_dim > MAX_LATENT_DIM:
+            raise ModelError(
+                f"{source}: kv_lora_rank + qk_rope_head_dim is {self.kv_rank + self.rope_dim}, not a multiple of 8 up to {MAX_LATENT_DIM}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Hyperparameters of a decoder-only transformer. What an architecture doesn't have keeps its default."""
 
@@ -92,6 +137,7 @@ class ModelConfig:
     embedding_factor: float = 1.0
     norm_offset: float = 0.0  # what a norm's factor is more than the number in the checkpoint
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
 
     def check(self, source: str) -> None:
         """Raise ModelError for numbers that no model has: they'd become huge allocations or wrong shapes."""

@@ -27,6 +27,8 @@ def tokenizer_from_folder(folder: Path, vocab_size: int, config: dict[str, Any])
         raise ModelError(f"{source}: is not a tokenizer with a vocabulary") from None
     ids = {**model["vocab"], **control}
     _check_ids(ids, vocab_size, source)
+    if isinstance(nested := config.get("text_config"), dict):  # a model of several parts
+        config = config | nested
     first = _first_added(document.get("post_processor"))
     bos_text = _content(settings.get("bos_token")) or first
     eos_text = _content(settings.get("eos_token"))

@@ -111,5 +111,11 @@ def lab(smollm2_path: Path) -> Lab:
 
 
 @pytest.fixture(scope="session")
+def lab_of() -> type[Lab]:
+    """Makes a lab of any loaded model."""
+    return Lab
+
+
+@pytest.fixture(scope="session")
 def result_of() -> Callable[[list], list]:
     return outcome

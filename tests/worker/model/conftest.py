@@ -247,7 +247,7 @@ class PagedRun:
     def __post_init__(self) -> None:
         self.pool = KvPool.allocate(self.loaded.kv_layout(self.num_pages, self.page_size, self.dtype))
         # A stale page must not matter.
-        self.pool.k.view(torch.uint8).fill_(0x7F if self.dtype == "fp8" else 0xFF)
+        self.pool.stored_k.view(torch.uint8).fill_(0x7F if self.dtype == "fp8" else 0xFF)
         self.pool.v.view(torch.uint8).fill_(0x7F if self.dtype == "fp8" else 0xFF)
         self._free = torch.randperm(self.num_pages, generator=torch.Generator().manual_seed(1)).tolist()
         self.pages: dict[str, list[int]] = {}

@@ -14,7 +14,7 @@ from worker.model.errors import ModelError
 from worker.model.load import LoadedModel, load_model
 
 Make = Callable[..., Any]
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3", "glm4_moe")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3", "glm4_moe", "deepseek_v3", "glm_moe_dsa")
 TOKENS = [258, *((37 * i + i * i) % 256 for i in range(74))]
 TOLERANCE = 1e-4
 
