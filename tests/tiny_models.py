@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -157,6 +159,80 @@ def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float3
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_document()), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     return folder
+
+
+_GGUF = {"qwen2": "QWEN2", "qwen3": "QWEN3", "qwen3_moe": "QWEN3MOE", "gemma3": "GEMMA3"}
+
+
+def save_gguf(model: PreTrainedModel, architecture: str, path: Path, kind: str = "F32", **metadata: Any) -> Path:
+    """A GGUF file with the names of the `gguf` package; matrices are of this kind, and the model is given what they mean."""
+    arch = gguf.MODEL_ARCH[_GGUF[architecture]]
+    names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    _add_metadata(writer, _metadata(model, gguf.MODEL_ARCH_NAMES[arch]) | metadata)
+    for name, parameter in model.named_parameters():
+        is_plain = parameter.ndim == 1 or name.endswith("mlp.gate.weight")
+        quantization = gguf.GGMLQuantizationType["F32" if is_plain else kind]
+        raw = gguf.quantize(parameter.detach().numpy(), quantization)
+        parameter.data.copy_(torch.from_numpy(gguf.dequantize(raw, quantization).copy()).view(parameter.shape))
+        if architecture == "gemma3" and "norm" in name:
+            raw = raw + np.float32(1)  # as llama.cpp's converter stores them
+        for source, part in _by_matrix(name, raw):
+            module, _, ending = source.rpartition(".")
+            writer.add_tensor(f"{names.get_name(module)}.{ending}", part, raw_dtype=quantization)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _by_matrix(name: str, raw: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """transformers holds gate and up of all experts in one tensor."""
+    if name.endswith("experts.gate_up_proj"):
+        halves = np.split(raw, 2, axis=1)
+        parts = zip(("gate_proj", "up_proj"), halves, strict=True)
+        return [(name.replace("gate_up_proj", f"{part}.weight"), np.ascontiguousarray(half)) for part, half in parts]
+    return [(name + ".weight" if name.endswith("experts.down_proj") else name, raw)]
+
+
+def _metadata(model: PreTrainedModel, prefix: str) -> dict[str, Any]:
+    """What a converter would say of the model."""
+    config = model.config
+    rope = config.rope_parameters
+    own = {
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads, "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim, "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": rope.get("full_attention", rope)["rope_theta"],
+    }  # fmt: skip
+    if prefix == "gemma3":
+        own |= {
+            "attention.sliding_window": config.sliding_window,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        }
+    if prefix == "qwen3moe":
+        own |= {
+            "expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+        }  # fmt: skip
+    tokens = [*byte_alphabet(), "he", "ll", "<s>", "</s>", "<|turn|>"]
+    tokens += [f"[PAD{i}]" for i in range(config.vocab_size - len(tokens))]
+    tokenizer = {
+        "model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": [1] * 258 + [3] * 3 + [5] * (config.vocab_size - 261),
+        "merges": ["h e", "l l"], "bos_token_id": 258, "eos_token_id": 259,
+    }  # fmt: skip
+    return {f"{prefix}.{key}": value for key, value in own.items()} | {
+        f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()
+    }
+
+
+def _add_metadata(writer: gguf.GGUFWriter, metadata: dict[str, Any]) -> None:
+    adders = {list: writer.add_array, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in metadata.items():
+        adders[type(value)](key, value)
 
 
 def byte_alphabet() -> list[str]:

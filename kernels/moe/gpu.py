@@ -238,13 +238,11 @@ def _multiply(x: torch.Tensor, x_rows: torch.Tensor, w: GpuExpertMatrices, order
     return out
 
 
-def moe_gpu(
-    x: torch.Tensor, logits: torch.Tensor, experts: GpuExperts, routing: Routing, added: torch.Tensor | None, out: torch.Tensor
-) -> None:  # fmt: skip
-    """Into `out`; arguments have been checked."""
-    num_rows, size = out.shape
-    chosen = torch.empty(num_rows, routing.top_k, dtype=torch.int32, device=x.device)
-    weights = torch.empty(num_rows, routing.top_k, dtype=torch.float32, device=x.device)
+def route_gpu(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's experts int32 [T, top_k], ascending, and what their results count, float32."""
+    num_rows = len(logits)
+    chosen = torch.empty(num_rows, routing.top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(num_rows, routing.top_k, dtype=torch.float32, device=logits.device)
     bias = logits if routing.bias is None else routing.bias
     _route[(num_rows,)](
         logits, bias, chosen, weights, routing.num_experts, routing.scale, TOP_K=routing.top_k, GROUPS=routing.num_groups,
@@ -252,7 +250,15 @@ def moe_gpu(
         IS_NORMALIZED=routing.normalize, PADDED=triton.next_power_of_2(routing.num_experts),
         PADDED_GROUPS=triton.next_power_of_2(routing.num_groups), num_warps=1, **EXACT,
     )  # fmt: skip
-    order = _order(chosen, routing.num_experts)
+    return chosen, weights
+
+
+def experts_gpu(
+    x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: GpuExperts, added: torch.Tensor | None, out: torch.Tensor
+) -> None:  # fmt: skip
+    """The weighted sum of each row's chosen experts, into `out`."""
+    (num_rows, top_k), size = chosen.shape, out.shape[1]
+    order = _order(chosen, experts.num_experts)
     gate_up = _multiply(x, order.source, experts.gate_up, order)
     product = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=torch.float32, device=x.device)
     silu_mul_gpu(gate_up, product)
@@ -260,5 +266,13 @@ def moe_gpu(
     results = _multiply(product, own_rows, experts.down, order)
     _combine[(num_rows, triton.cdiv(size, _STEP.value))](
         results, weights, order.place, results if added is None else added, out, size,
-        TOP_K=routing.top_k, HAS_ADDED=added is not None, num_warps=4, **EXACT,
+        TOP_K=top_k, HAS_ADDED=added is not None, num_warps=4, **EXACT,
     )  # fmt: skip
+
+
+def moe_gpu(
+    x: torch.Tensor, logits: torch.Tensor, experts: GpuExperts, routing: Routing, added: torch.Tensor | None, out: torch.Tensor
+) -> None:  # fmt: skip
+    """Into `out`; arguments have been checked."""
+    chosen, weights = route_gpu(logits, routing)
+    experts_gpu(x, chosen, weights, experts, added, out)

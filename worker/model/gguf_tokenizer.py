@@ -115,14 +115,15 @@ def _byte_level(fields: _Metadata, tokens: list[str], types: list[int]) -> str:
 
 def _sentencepiece(fields: _Metadata, tokens: list[str], types: list[int]) -> str:
     scores = fields.items("ggml.scores", float, len(tokens))
-    if _UNKNOWN not in types:
+    unknown = types.index(_UNKNOWN) if _UNKNOWN in types else fields.token_id("ggml.unknown_token_id")
+    if unknown is None:
         raise fields.error("the vocabulary has no unknown token")
     prefix = fields.optional("ggml.add_space_prefix", bool)
-    excluded = _of_types(tokens, types, _CONTROL, _USER_DEFINED)
+    excluded = _of_types(tokens, types, _CONTROL, _USER_DEFINED) - {tokens[unknown]}
     return sentencepiece_bpe(
         tokens,
         scores,
-        tokens[types.index(_UNKNOWN)],
+        tokens[unknown],
         add_space_prefix=prefix is not False,
         unmerged=set(tokens) - excluded - _of_types(tokens, types, _NORMAL),
         excluded=excluded,

@@ -22,11 +22,14 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from kernels import dense_matmul, indexer_topk, int4_matmul, mla_attention, paged_attention
+from kernels import dense_matmul, indexer_topk, int4_matmul, mla_attention, moe, paged_attention
+from kernels.add_bias.gpu import add_bias_gpu
 from kernels.dense_matmul.gpu import dense_matmul_gpu
 from kernels.embedding.gpu import embedding_gpu
+from kernels.gelu_mul.gpu import gelu_mul_gpu
 from kernels.gpu_weights import GpuDenseWeight, GpuInt4Weight, GpuInt8Weight
 from kernels.head_matmul.gpu import head_matmul_gpu
+from kernels.head_norm.gpu import head_norm_gpu
 from kernels.indexer_topk.gpu import indexer_topk_gpu
 from kernels.int4_matmul.gpu import quantized_matmul
 from kernels.kv_layout import STORED
@@ -34,6 +37,9 @@ from kernels.kv_pool import AttentionRows, KvLayout, KvPool
 from kernels.kv_write.gpu import kv_write_gpu
 from kernels.layer_norm.gpu import layer_norm_gpu
 from kernels.mla_attention.gpu import mla_attention_gpu
+from kernels.moe import Routing
+from kernels.moe.gpu import experts_gpu, route_gpu
+from kernels.moe.gpu_experts import GpuExpertMatrices, GpuExperts
 from kernels.paged_attention.gpu import paged_attention_gpu
 from kernels.rms_norm.gpu import rms_norm_gpu
 from kernels.rotary.gpu import rotary_gpu
@@ -45,6 +51,7 @@ HIDDEN, FFN = 1024, 4096
 SOME = (
     "int4 rows 1", "int4 rows 2048", "int8 rows 1", "attention decode fp8 128", "attention prefill fp8 128",
     "attention decode fp16 128", "attention prefill fp16 64", "kv_write fp8",
+    "experts int4 few", "experts int4 many",
 )  # fmt: skip
 
 
@@ -177,6 +184,35 @@ def latent_calls() -> dict[str, Callable[[], object]]:
     return calls
 
 
+def experts_of(one: object) -> GpuExpertMatrices:
+    """Eight experts' matrices like this one."""
+    numbers = one.matrix if isinstance(one, GpuDenseWeight) else one.codes
+    scales = None if isinstance(one, GpuDenseWeight) else one.scales.expand(8, *one.scales.shape).contiguous()
+    return GpuExpertMatrices(one, numbers.expand(8, *numbers.shape).contiguous(), scales, torch.ones(8))
+
+
+def moe_calls() -> dict[str, Callable[[], object]]:
+    """Routing in groups, and experts for few rows and for many."""
+    routing = Routing(256, 8, "sigmoid", torch.zeros(256), 8, 4, normalize=True)
+
+    def call(gate_up: object, down: object, rows: int) -> Callable[[], object]:
+        experts = GpuExperts(experts_of(gate_up), experts_of(down))
+        x, chosen = torch.zeros(rows, HIDDEN), torch.arange(8, dtype=torch.int32).repeat(rows, 1)
+        return lambda: experts_gpu(x, chosen, torch.ones(rows, 8), experts, x, torch.zeros_like(x))
+
+    four = [quantized(GpuInt4Weight, 4, 32, out, width, minimum=True) for out, width in ((512, HIDDEN), (HIDDEN, 256))]
+    dense = [
+        GpuDenseWeight(torch.zeros(out, width, dtype=torch.float16), (out, width), 1.0)
+        for out, width in ((512, HIDDEN), (HIDDEN, 256))
+    ]
+    return {
+        "route": lambda: route_gpu(torch.zeros(3, 256), routing),
+        "experts int4 few": call(*four, 2),
+        "experts int4 many": call(*four, 256),
+        "experts float16 many": call(*dense, 256),
+    }
+
+
 def small_calls() -> dict[str, Callable[[], object]]:
     """The other ops."""
     x, ids = torch.zeros(3, HIDDEN), torch.zeros(3, dtype=torch.int64)
@@ -191,6 +227,9 @@ def small_calls() -> dict[str, Callable[[], object]]:
         "rms_norm": lambda: rms_norm_gpu(x, x[0], 1e-6, torch.zeros_like(x), torch.zeros_like(x)),
         "rotary": lambda: rotary_gpu(heads, ids.int(), table),
         "silu_mul": lambda: silu_mul_gpu(torch.zeros(3, 2 * HIDDEN), x),
+        "gelu_mul": lambda: gelu_mul_gpu(torch.zeros(3, 2 * HIDDEN), x),
+        "add_bias": lambda: add_bias_gpu(x, x[0]),
+        "head_norm": lambda: head_norm_gpu(heads, heads[0, 0], 1e-6),
         "embedding int4": lambda: embedding_gpu(ids, four, x),
         "embedding dense": lambda: embedding_gpu(ids, dense, x),
     }
@@ -200,7 +239,7 @@ def main() -> None:
     """Compile all of it and print one JSON object: call -> kernel -> description."""
     capability = int(sys.argv[1])
     triton.runtime.driver.set_active(AbsentGpu(capability))
-    for op in (int4_matmul, dense_matmul, paged_attention, mla_attention, indexer_topk):
+    for op in (int4_matmul, dense_matmul, moe, paged_attention, mla_attention, indexer_topk):
         op.gpu.capability = lambda device: capability
         op.gpu.num_processors = lambda device: 100
     kernels: dict[str, object] = {}
@@ -213,6 +252,7 @@ def main() -> None:
     run, JITFunction.run = JITFunction.run, compile_only
     report = {}
     calls = product_calls() | attention_calls() | latent_calls() | small_calls()
+    calls = product_calls() | attention_calls() | moe_calls() | small_calls()
     for name in SOME if sys.argv[2:] == ["some"] else calls:
         call = calls[name]
         kernels.clear()

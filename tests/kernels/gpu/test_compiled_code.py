@@ -76,6 +76,16 @@ def test_products_are_tensor_core_products(compiled):
             assert report[call]["_attend" if call.startswith("latent") else "_score"]["products"], call
 
 
+def test_experts_products_are_tensor_core_products(compiled):
+    """Grouped products run on the instructions of ordinary ones, the same for few rows and many."""
+    capability, report = compiled
+    for call in [name for name in report if name.startswith("experts")]:
+        kernel = "_dense_product" if "float16" in call else "_quantized_product"
+        assert PRODUCT_INSTRUCTIONS[capability] <= set(report[call][kernel]["products"]), call
+    few, many = (report[f"experts int4 {count}"]["_quantized_product"]["products"] for count in ("few", "many"))
+    assert few == many
+
+
 def test_one_row_and_thousands_run_on_one_instruction(compiled):
     """Few rows and many may take other tiles, but a row is multiplied by the same instruction of the same shape: its bits can't differ."""
     _, report = compiled

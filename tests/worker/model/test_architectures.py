@@ -1,6 +1,7 @@
 """Every architecture gives transformers' logits and greedy tokens, and the same bits whole, in chunks, token by token and from cached pages."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,6 +50,70 @@ def test_logits(pair: tuple[PreTrainedModel, Path], backend: Backend, paged_run:
     assert relative_error(logits, expected) < TOLERANCE
     # A key that rounds to its other neighbour moves single logits.
     assert float((logits - expected).abs().max() / expected.abs().max()) < 4 * TOLERANCE
+
+
+def test_logits_with_unrounded_keys(
+    pair: tuple[PreTrainedModel, Path], paged_run: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a pool that rounds no keys and values, no logit differs by more than a ten-thousandth of the largest."""
+    model, folder = pair
+    run = paged_run(load_model(folder, Backend.REF), "fp16")
+    run.pool = replace(run.pool, k=torch.zeros(run.pool.k.shape), v=torch.zeros(run.pool.v.shape))
+    monkeypatch.setattr("kernels.kv_write.ref.encode", lambda values, *_: values)
+    monkeypatch.setattr(model.config, "_attn_implementation", "eager")
+
+    (logits,) = run.feed(("a", TOKENS))
+
+    expected = _logits(model, TOKENS)
+    assert float((logits - expected).abs().max() / expected.abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "qwen3_moe", "gemma3"])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_gguf(
+    architecture: str,
+    kind: str,
+    tiny_models: ModuleType,
+    tmp_path: Path,
+    backend: Backend,
+    paged_run: Make,
+    relative_error: Make,
+) -> None:
+    """A GGUF file of the architecture, written with the `gguf` package's names, gives transformers' logits."""
+    settings = {
+        "qwen2": {"use_sliding_window": False}, "qwen3": {"attention_bias": False},
+        "qwen3_moe": {"moe_intermediate_size": 32, "mlp_only_layers": []}, "gemma3": {"query_pre_attn_scalar": 32},
+    }[architecture]  # fmt: skip
+    model = tiny_models.make(
+        architecture,
+        hidden_size=64,
+        intermediate_size=96,
+        head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **settings,
+    )
+    path = tiny_models.save_gguf(model, architecture, tmp_path / "model.gguf", kind)
+
+    (logits,) = paged_run(load_model(path, backend), "fp16").feed(("a", TOKENS))
+
+    assert relative_error(logits, _logits(model, TOKENS)) < (TOLERANCE if kind == "F32" else 5e-4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("gemma3.final_logit_softcapping", 30.0), ("gemma3.attn_logit_softcapping", 50.0), ("gemma3.rope.dimension_count", 16),
+        ("gemma3.attention.value_length", 16), ("gemma3.attention.sliding_window", 0), ("gemma3.rope.scaling.type", "yarn"),
+        ("gemma3.rope.freq_base_swa", 0.0),
+    ],
+)  # fmt: skip
+def test_refused_of_a_gguf(key: str, value: float | str, tiny_models: ModuleType, tmp_path: Path) -> None:
+    """Metadata that change results, and aren't supported, stop the load."""
+    path = tiny_models.save_gguf(tiny_models.make("gemma3"), "gemma3", tmp_path / "model.gguf", **{key: value})
+
+    with pytest.raises(ModelError, match=r"model\.gguf: .*(softcapping|dimension|windows|yarn)"):
+        load_model(path, Backend.REF)
 
 
 def test_greedy(pair: tuple[PreTrainedModel, Path], loaded: LoadedModel, paged_run: Make) -> None:
