@@ -97,7 +97,7 @@ def test_gguf(
 
     (logits,) = paged_run(load_model(path, backend), "fp16").feed(("a", TOKENS))
 
-    assert relative_error(logits, _logits(model, TOKENS)) < (TOLERANCE if kind == "F32" else 5e-4)
+    assert relative_error(logits, _logits(model, TOKENS)) < (3 * TOLERANCE if kind == "F32" else 6e-4)
 
 
 @pytest.mark.parametrize(
