@@ -251,8 +251,7 @@ def main() -> None:
     describe_once = functools.cache(describe)
     run, JITFunction.run = JITFunction.run, compile_only
     report = {}
-    calls = product_calls() | attention_calls() | latent_calls() | small_calls()
-    calls = product_calls() | attention_calls() | moe_calls() | small_calls()
+    calls = product_calls() | attention_calls() | latent_calls() | moe_calls() | small_calls()
     for name in SOME if sys.argv[2:] == ["some"] else calls:
         call = calls[name]
         kernels.clear()
