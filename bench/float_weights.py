@@ -28,7 +28,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def float_state(path: Path, dtype: str = "float32") -> dict[str, torch.Tensor]:
     """All tensors by their names in transformers, dequantized."""
-    config = open_checkpoint(path).config
+    config = _config(path)
     return {
         _name(tensor.name): _values(tensor, config).to(_DTYPES[dtype]).contiguous()
         for tensor in gguf.GGUFReader(path).tensors
@@ -37,7 +37,7 @@ def float_state(path: Path, dtype: str = "float32") -> dict[str, torch.Tensor]:
 
 def folder_config(path: Path, dtype: str = "float32") -> dict[str, Any]:
     """What config.json of the folder holds."""
-    config = open_checkpoint(path).config
+    config = _config(path)
     if config.rope_scaling is not None:
         raise ValueError(f"{path}: rope scaling is not supported here")
     return {
@@ -49,6 +49,13 @@ def folder_config(path: Path, dtype: str = "float32") -> dict[str, Any]:
         "rope_theta": config.rope_theta, "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
+
+
+def _config(path: Path) -> ModelConfig:
+    config = open_checkpoint(path).config
+    if config.architecture != "llama":
+        raise ValueError(f"{path}: only llama is supported here, not {config.architecture}")
+    return config
 
 
 def write_folder(path: Path, folder: Path, dtype: str) -> Path:

@@ -22,6 +22,7 @@ def pull_model(arguments: Namespace) -> None:
 
 def inspect_model(arguments: Namespace) -> None:
     """What a model is, without loading its weights."""
+    from worker.model.decoder import pool_layout
     from worker.model.errors import ModelError
     from worker.model.load import open_checkpoint
 
@@ -31,7 +32,9 @@ def inspect_model(arguments: Namespace) -> None:
     except ModelError as error:
         raise CommandError(str(error)) from None
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
-    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    layout, experts = pool_layout(config, 1, 1, "fp8"), config.experts
+    heads = f"{config.num_heads} query, {config.num_kv_heads} KV, of {config.head_dim}"
+    chosen = f"{experts.num_experts} of size {experts.size}, {experts.top_k} for each token" if experts else "none"
     rows = {
         "name": name,
         "path": path,
@@ -39,14 +42,17 @@ def inspect_model(arguments: Namespace) -> None:
         "architecture": config.architecture,
         "layers": config.num_layers,
         "hidden size": config.hidden_size,
-        "heads": f"{config.num_heads} query, {config.num_kv_heads} KV, of {config.head_dim}",
+        "heads": heads
+        if config.latent is None
+        else f"{config.num_heads}, over a latent vector of {config.latent.kv_rank}",
         "FFN size": config.ffn_size,
+        "experts": chosen,
         "vocabulary": config.vocab_size,
         "context": f"{config.context_length} tokens",
         "tensors": len(list(checkpoint.source.names())),
         "chat template": "yes" if tokenizer.chat_template else "no",
         "end-of-text ids": ", ".join(map(str, tokenizer.eos_token_ids)) or "none",
-        "KV per token": f"{2 * kv_bytes} bytes in bf16, {kv_bytes} in fp8",
+        "KV per token": f"{2 * layout.token_bytes} bytes in bf16, {layout.token_bytes} in fp8",
     }
     for label, value in rows.items():
         print(f"{label:<16} {value}")

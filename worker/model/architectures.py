@@ -32,6 +32,7 @@ class Architecture:
 
 _ARCHITECTURES = {
     "deepseek_v3": Architecture(deepseek.read_config, deepseek.NAMES, deepseek.build, deepseek.ignored),
+    "gemma3": Architecture(gemma3.read_whole_config, gemma3.WHOLE_NAMES, gemma3.build, gemma3.whole_ignored),
     "gemma3_text": Architecture(gemma3.read_config, gemma3.NAMES, gemma3.build),
     "glm4_moe": Architecture(glm4_moe.read_config, glm4_moe.NAMES, glm4_moe.build, glm4_moe.ignored),
     "glm_moe_dsa": Architecture(glm_dsa.read_config, glm_dsa.NAMES, glm_dsa.build, glm_dsa.ignored),

@@ -17,6 +17,7 @@ from kernels.matmul import matmul
 from kernels.rms_norm import rms_norm
 from kernels.take_rows import take_rows
 from worker.model.checkpoint import Checkpoint
+from worker.model.config import ModelConfig
 from worker.model.latent_attention import latent_layout
 from worker.model.projection import load_matrix, load_norm
 from worker.model.recorded_steps import RecordedSteps
@@ -69,6 +70,13 @@ class Layer:
     post_ffn_norm: torch.Tensor | None = None
 
 
+def pool_layout(config: ModelConfig, num_pages: int, page_size: int, dtype: KvDtype) -> KvLayout:
+    """The layout of a pool: keys and values of all layers, or latent vectors."""
+    if config.latent is not None:
+        return latent_layout(config, num_pages, page_size, dtype)
+    return KvLayout(config.num_layers, num_pages, config.num_kv_heads, config.head_dim, page_size, dtype)
+
+
 class Decoder:
     """A model of such layers. Its embedding and head are [vocab, hidden]."""
 
@@ -95,11 +103,8 @@ class Decoder:
         return self._embedding.nbytes + head_bytes + layers_bytes
 
     def kv_layout(self, num_pages: int, page_size: int, dtype: KvDtype) -> KvLayout:
-        """The layout of a pool: keys and values of all layers, or latent vectors."""
-        config = self.config
-        if config.latent is not None:
-            return latent_layout(config, num_pages, page_size, dtype)
-        return KvLayout(config.num_layers, num_pages, config.num_kv_heads, config.head_dim, page_size, dtype)
+        """See `Model.kv_layout`."""
+        return pool_layout(self.config, num_pages, page_size, dtype)
 
     def forward(self, step: StepInput, pool: KvPool) -> torch.Tensor:
         """See `Model.forward`."""

@@ -20,6 +20,12 @@ NAMES = qwen3.NAMES | {
     "ffn_norm": "model.layers.{layer}.pre_feedforward_layernorm.weight",
     "post_ffn_norm": "model.layers.{layer}.post_feedforward_layernorm.weight",
 }
+WHOLE_NAMES = {role: f"language_model.{name}" for role, name in NAMES.items()}
+# What config.json of a model that sees pictures leaves out.
+_USUAL = {
+    "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+}  # fmt: skip
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -51,6 +57,18 @@ def read_config(fields: Fields) -> ModelConfig:
         embedding_factor=float(config.hidden_size) ** 0.5 if config.hidden_size > 0 else 1.0,
         norm_offset=1.0,
     )
+
+
+def read_whole_config(fields: Fields) -> ModelConfig:
+    """The numbers of the text part of a model that sees pictures too."""
+    text = fields.inside("text_config").with_defaults(_USUAL)
+    text.require(model_type="gemma3_text")
+    return replace(read_config(text), architecture=fields.get("model_type", str))
+
+
+def whole_ignored(config: ModelConfig) -> tuple[str, ...]:
+    """Beginnings of the names of tensors that see pictures."""
+    return ("vision_tower.", "multi_modal_projector.")
 
 
 def build(checkpoint: Checkpoint, backend: Backend) -> Decoder:

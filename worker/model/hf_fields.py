@@ -61,6 +61,11 @@ class Fields:
             raise ModelError(f"{self.label}: {name} must be {kind.__name__}, got {type(value).__name__}")
         return value
 
+    def with_defaults(self, defaults: dict[str, Any]) -> "Fields":
+        """The same fields, and these where they are absent or null."""
+        present = {name: value for name, value in self._raw.items() if value is not None}
+        return Fields(defaults | present, self.label)
+
     def positive(self, name: str, default: int) -> float:
         """A number above zero."""
         value = float(self.get(name, float, float(default)))

@@ -1,5 +1,6 @@
 """Every architecture gives transformers' logits and greedy tokens, and the same bits whole, in chunks, token by token and from cached pages."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from kernels.backend import Backend, resolve
@@ -114,6 +116,37 @@ def test_refused_of_a_gguf(key: str, value: float | str, tiny_models: ModuleType
 
     with pytest.raises(ModelError, match=r"model\.gguf: .*(softcapping|dimension|windows|yarn)"):
         load_model(path, Backend.REF)
+
+
+def test_older_names_of_gemmas_bases(tiny_models: ModuleType, tmp_path: Path, edit_json: Make, paged_run: Make) -> None:
+    """Bases, scaling and the pattern of windows under the names that the first files had give the same bits."""
+    folder = tiny_models.save(tiny_models.make("gemma3"), tmp_path / "model")
+    (expected,) = paged_run(load_model(folder, Backend.REF)).feed(("a", TOKENS))
+    edit_json(
+        folder / "config.json", rope_parameters=None, layer_types=None, rope_theta=50000.0, rope_local_base_freq=10000.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0}, sliding_window_pattern=6, tie_word_embeddings=None,
+    )  # fmt: skip
+
+    assert torch.equal(expected, paged_run(load_model(folder, Backend.REF)).feed(("a", TOKENS))[0])
+
+
+def test_the_text_part_of_a_gemma_that_sees_pictures(
+    tiny_models: ModuleType, tmp_path: Path, add_tensors: Make, paged_run: Make
+) -> None:
+    """Nested in text_config, with prefixed names beside a picture tower's tensors, the model gives the same bits."""
+    folder = tiny_models.save(
+        tiny_models.make("gemma3", num_attention_heads=8, num_key_value_heads=4), tmp_path / "model"
+    )
+    (expected,) = paged_run(load_model(folder, Backend.REF)).feed(("a", TOKENS))
+    text = json.loads((folder / "config.json").read_text())
+    for usual in ("num_attention_heads", "num_key_value_heads"):
+        del text[usual]
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}}))
+    own = load_file(folder / "model.safetensors")
+    renamed = {f"language_model.{name}": tensor for name, tensor in own.items()}
+    add_tensors(folder, renamed | {"vision_tower.x": torch.zeros(2)}, without=list(own))
+
+    assert torch.equal(expected, paged_run(load_model(folder, Backend.REF)).feed(("a", TOKENS))[0])
 
 
 def test_greedy(pair: tuple[PreTrainedModel, Path], loaded: LoadedModel, paged_run: Make) -> None:
