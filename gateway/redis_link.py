@@ -1,13 +1,14 @@
 """How this process speaks to Redis, and whether it answers.
 
-Two clients: `commands` answer within a second or two or raise, `blocking` may wait for an entry. A caller whose command fails gets an ApiError
+Two clients: `commands` answer within a second or two or raise, `blocking` may wait for an entry. What each request needs goes over `fast`, one connection for all. A caller whose command fails gets an ApiError
 at once; the change of state is logged once, in whichever direction.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -17,6 +18,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from gateway.errors import unavailable
+from gateway.redis_lane import Lane
 from gateway.scripts import run_script
 from protocol.key_space import KeySpace
 from protocol.link_state import LinkState
@@ -61,9 +63,14 @@ class _BoundedCluster(RedisCluster):
 class RedisLink:
     """Clients, key names, and the last known state."""
 
-    def __init__(self, commands: Any, blocking: Any, keys: KeySpace) -> None:
+    def __init__(
+        self, commands: Any, blocking: Any, keys: KeySpace, new_lane: Callable[[float], Lane | None] = lambda _: None
+    ) -> None:
         self.commands = commands
         self.blocking = blocking
+        self._new_lane = new_lane
+        # For the scripts that each request needs.
+        self.fast: Any = new_lane(COMMAND_TIMEOUT_S) or commands
         self.keys = keys
         self.is_full = False
         self._state = LinkState(time.monotonic)
@@ -75,7 +82,11 @@ class RedisLink:
 
     async def run(self, script: Script, keys: list[str], *arguments: Any) -> Any:
         """A script's result; one that Redis has forgotten is sent again."""
-        return await run_script(self.commands, script.text, keys, list(arguments))
+        return await run_script(self.fast, script.text, keys, list(arguments))
+
+    def new_lane(self) -> Lane | None:
+        """A connection of its own for commands that wait, to be closed by the caller; none to a cluster."""
+        return self._new_lane(BLOCKING_TIMEOUT_S)
 
     async def call(self, command: Awaitable[T]) -> T:
         """A command's result; raises ApiError 503 if Redis doesn't give one."""
@@ -124,11 +135,19 @@ async def open_redis(url: str, key_prefix: str) -> AsyncIterator[RedisLink]:
     """Clients that are closed at the end. Nothing is sent yet."""
     commands = _client(url, COMMAND_TIMEOUT_S, MAX_CONNECTIONS)
     blocking = _client(url, BLOCKING_TIMEOUT_S, MAX_CONNECTIONS)
+    link = RedisLink(commands, blocking, KeySpace(key_prefix), partial(_lane, commands))
     try:
-        yield RedisLink(commands, blocking, KeySpace(key_prefix))
+        yield link
     finally:
+        if isinstance(link.fast, Lane):
+            await link.fast.aclose()
         await commands.aclose()
         await blocking.aclose()
+
+
+def _lane(client: Any, timeout_s: float) -> Lane | None:
+    """A cluster has several nodes, and redis-py finds the right one."""
+    return None if isinstance(client, RedisCluster) else Lane(client.connection_pool.make_connection, timeout_s)
 
 
 def _client(url: str, timeout_s: float, max_connections: int) -> Any:

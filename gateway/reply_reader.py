@@ -5,13 +5,13 @@ a heartbeat: workers never create it, so a gateway that died takes its streams w
 """
 
 import asyncio
-from typing import Any
 
 import structlog
 from redis.exceptions import ResponseError
 
 from gateway.pending_job import PendingJob
-from gateway.redis_link import BLOCK_MS, NETWORK_ERRORS, RETRY_S, RedisLink
+from gateway.redis_link import NETWORK_ERRORS, RETRY_S, RedisLink
+from gateway.reply_stream import ReplyStream
 from protocol.errors import DecodeError
 from protocol.ids import GatewayId, ModelName, RequestId
 from protocol.replies import decode_replies
@@ -21,16 +21,6 @@ _log = structlog.get_logger(__name__)
 
 STREAM_TTL_MS = 30_000
 HEARTBEAT_S = 2.0
-MAX_ENTRIES = 200
-
-
-class _ModelReplies:
-    """One stream, and how far it was read."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self.last_id = b"0"
-        self.is_open = False
 
 
 class ReplyReader:
@@ -40,7 +30,7 @@ class ReplyReader:
         self._link = link
         self._gateway_id = gateway_id
         self._jobs: dict[RequestId, PendingJob] = {}
-        self._streams: dict[ModelName, _ModelReplies] = {}
+        self._streams: dict[ModelName, ReplyStream] = {}
         self._new_models: asyncio.Queue[ModelName] = asyncio.Queue()
         self.interrupted: set[PendingJob] = set()
         self.is_open = False
@@ -69,7 +59,7 @@ class ReplyReader:
     async def attend(self, model: ModelName) -> None:
         """Make sure that a model's replies are read; call before a job is submitted to it. Raises NETWORK_ERRORS."""
         if model not in self._streams:
-            self._streams[model] = _ModelReplies(self._link.keys.replies(model, self._gateway_id))
+            self._streams[model] = ReplyStream(self._link, self._link.keys.replies(model, self._gateway_id))
             self._new_models.put_nowait(model)
         if not self._streams[model].is_open:
             await self._open(model)
@@ -98,7 +88,7 @@ class ReplyReader:
         self._link.answered()
         if created and stream.is_open:
             # Redis came back without its data, or this process was stopped for so long that its stream's time was over.
-            stream.last_id = b"0"
+            stream.begin_anew()
             waiting = [job for job in self.jobs() if job.model == model and job.is_accepted and not job.is_finished]
             _log.error("reply_stream_lost", model=model, waiting_jobs=len(waiting))
             self.interrupted.update(waiting)
@@ -108,6 +98,7 @@ class ReplyReader:
         """Remove the streams; if Redis is away, their time to live does it."""
         try:
             for stream in self._streams.values():
+                await stream.close()
                 await self._link.commands.delete(stream.key)
         except NETWORK_ERRORS as error:
             self._link.failed(error)
@@ -130,17 +121,12 @@ class ReplyReader:
                 self._link.failed(error)
                 await asyncio.sleep(RETRY_S)
 
-    async def _read(self, stream: _ModelReplies) -> None:
-        found = await self._link.blocking.xread({stream.key: stream.last_id}, count=MAX_ENTRIES, block=BLOCK_MS)
-        entries = _entries(found)
-        if not entries:
-            return
-        self._link.answered()
-        for entry_id, fields in entries:
-            stream.last_id = entry_id
-            for payload in fields.values():
-                self._hand_out(payload)
-        await self._link.commands.xdel(stream.key, *(entry_id for entry_id, _ in entries))
+    async def _read(self, stream: ReplyStream) -> None:
+        payloads = await stream.read()
+        if payloads:
+            self._link.answered()
+        for payload in payloads:
+            self._hand_out(payload)
 
     def _hand_out(self, payload: bytes) -> None:
         try:
@@ -153,15 +139,3 @@ class ReplyReader:
             job = self._jobs.get(envelope.request_id)
             if job is not None:
                 job.receive(envelope, now_s)
-
-
-def _entries(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """The entries of a read of one stream, in either protocol's shape."""
-    if not found:
-        return []
-    streams = found.values() if isinstance(found, dict) else [entries for _, entries in found]
-    flat: list[tuple[bytes, dict[bytes, bytes]]] = []
-    for entries in streams:
-        # RESP3 wraps a stream's entries once more.
-        flat.extend(entries[0] if entries and isinstance(entries[0], list) else entries)
-    return flat

@@ -48,7 +48,7 @@ class TenancyWatch:
     async def look(self) -> None:
         """Look once; errors of Redis pass through."""
         before_s = time.monotonic()
-        revision, now_ms = await run_script(self._link.commands, LOOK, [self._link.keys.revision], [])
+        revision, now_ms = await run_script(self._link.fast, LOOK, [self._link.keys.revision], [])
         self._offset_s = now_ms / 1000 - (before_s + time.monotonic()) / 2
         if revision != self.revision:
             self.revision = revision

@@ -101,7 +101,7 @@ class Ledger:
         places += [charge.redis_key for charge in charges]
         arguments = [account.id, self._lease_ms, account.note.to_text(), pack([c.wire() for c in charges]), 0]
         try:
-            reply = unpack_list(await self._link.call(run_script(self._link.commands, ADMIT, places, arguments)))
+            reply = unpack_list(await self._link.call(run_script(self._link.fast, ADMIT, places, arguments)))
         except ApiError:
             # It may have been carried out all the same.
             self._in_background(self._settle(account, is_accepted=False))
@@ -133,7 +133,7 @@ class Ledger:
         settlement = Settlement(account.tenant, account.id, account.note, places, row, ended_ms)
         while True:
             try:
-                await settlement.write(self._link.commands, self._link.keys, self._keep_rows_s)
+                await settlement.write(self._link.fast, self._link.keys, self._keep_rows_s)
                 break
             except NETWORK_ERRORS:
                 # Until it's written its lease is renewed, so that nobody else writes less than we know.

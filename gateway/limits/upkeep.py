@@ -92,7 +92,7 @@ class Upkeep:
             entries.append([account.id, account.counts(now_s).to_text(), held])
         keys = self._link.keys
         places = [keys.open_requests(tenant), keys.leases(tenant), keys.progress(tenant), *sets]
-        await run_script(self._link.commands, RENEW, places, [self._lease_ms, pack(entries)])
+        await run_script(self._link.fast, RENEW, places, [self._lease_ms, pack(entries)])
 
     async def sweep(self) -> None:
         """Settle what others have left; errors of Redis pass through."""
@@ -118,7 +118,7 @@ class Upkeep:
         ended_ms = self._watch.now_ms()
         row = note.row(account_id, tenant, counts, "lost", "gateway_lost", started_ms, ended_ms)
         settlement = Settlement(tenant, account_id, note, charge_keys, row, ended_ms)
-        if await settlement.write(self._link.commands, self._link.keys, self._keep_rows_s, only_if_expired=True):
+        if await settlement.write(self._link.fast, self._link.keys, self._keep_rows_s, only_if_expired=True):
             _log.warning("request_of_lost_gateway_settled", tenant=tenant, request_id=account_id)
 
     async def _drop(self, tenant: TenantId, account_id: str) -> None:
