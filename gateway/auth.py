@@ -1,8 +1,10 @@
 """Who sent a request. Only the header is looked at, before a byte of the body is read."""
 
+import asyncio
 import hmac
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 from aiohttp import web
 
@@ -52,6 +54,7 @@ class Authenticator:
         self._admin_key = admin_key.encode() if admin_key else None
         self._cache_s = cache_s
         self._cache: dict[str, tuple[float, Principal | None]] = {}
+        self._asking: dict[str, asyncio.Task[Principal | None]] = {}
 
     async def tenant(self, request: web.Request, *scopes: Scope) -> Principal:
         """The tenant behind a request whose key has one of the scopes, `inference` if none is named; raises ApiError 401 or 403."""
@@ -71,8 +74,9 @@ class Authenticator:
         return caller.key_id
 
     def forget(self) -> None:
-        """Look all keys up again: something has changed."""
+        """Look all keys up again: something has changed. What is being looked up just now may be older than that."""
         self._cache.clear()
+        self._asking.clear()
 
     async def _caller(self, key: str) -> Principal:
         digest = key_digest(self._pepper, key)
@@ -89,13 +93,26 @@ class Authenticator:
         known = self._cache.get(digest)
         if known is not None and known[0] > now:
             return known[1]
+        asking = self._asking.get(digest)
+        if asking is None:
+            asking = self._asking[digest] = asyncio.ensure_future(self._ask(digest))
+            asking.add_done_callback(partial(self._answered, digest))
+        # All that come meanwhile wait for the same answer; one that leaves doesn't take it from the others.
+        return await asyncio.shield(asking)
+
+    async def _ask(self, digest: str) -> Principal | None:
         revision = self._watch.revision  # before the look-up: a change that comes in between is seen by the next poll
+        asked_s = time.monotonic()
         caller = await self._link.call(self.find(digest, revision))
         if len(self._cache) >= MAX_CACHED_KEYS:
             self._cache.clear()
         if revision == self._watch.revision:
-            self._cache[digest] = (now + self._cache_s, caller)
+            self._cache[digest] = (asked_s + self._cache_s, caller)
         return caller
+
+    def _answered(self, digest: str, asking: "asyncio.Task[Principal | None]") -> None:
+        if self._asking.get(digest) is asking:
+            del self._asking[digest]
 
     async def find(self, digest: str, revision: int) -> Principal | None:
         """The caller behind a key's digest as it's stored now; errors of Redis pass through."""

@@ -8,11 +8,23 @@ authentication, packing and parsing stay redis-py's.
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import DataError, RedisError, ResponseError
+
+_Pack = Callable[[tuple[Any, ...]], bytes]
+
+
+def _fast_pack() -> _Pack | None:
+    """hiredis' own, which redis-py doesn't use for connections of asyncio; it takes an eighth of the time."""
+    try:
+        pack: _Pack = import_module("hiredis").pack_command
+    except (ImportError, AttributeError):
+        return None
+    return pack
 
 
 class Lane:
@@ -77,6 +89,7 @@ class _Wire:
     def __init__(self, connection: AbstractConnection, timeout_s: float) -> None:
         self._connection = connection
         self._timeout_s = timeout_s
+        self._pack = _fast_pack()
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[tuple[asyncio.Future[Any], float]] = deque()
         self._outbox: list[bytes] = []
@@ -87,7 +100,7 @@ class _Wire:
 
     def put(self, parts: tuple[Any, ...]) -> "asyncio.Future[Any]":
         """Send a command with the others of this turn of the loop. Whoever doesn't wait for the answer any more leaves it unread."""
-        self._outbox += self._connection.pack_command(*parts)  # raises for what can't be sent, before anything is noted
+        self._outbox += self._packed(parts)  # raises for what can't be sent, before anything is noted
         answer: asyncio.Future[Any] = self._loop.create_future()
         self._waiting.append((answer, self._loop.time()))
         self._has_mail.set()
@@ -111,6 +124,14 @@ class _Wire:
         """After `fail`."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._connection.disconnect(nowait=True)
+
+    def _packed(self, parts: tuple[Any, ...]) -> list[bytes]:
+        if self._pack is None:
+            return list(self._connection.pack_command(*parts))
+        try:
+            return [self._pack(parts)]
+        except TypeError as error:
+            raise DataError(str(error)) from None
 
     async def _read(self) -> None:
         read = self._connection.read_response

@@ -18,6 +18,8 @@ import msgpack
 from protocol.errors import DecodeError
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_ATOMS: frozenset[type] = frozenset({int, float, str, bytes, bool, type(None)})
+_ITEMS = _ATOMS - {type(None)}  # a list of these has nothing else in it
 
 T = TypeVar("T")
 Check = Callable[[Any, str], Any]
@@ -69,13 +71,18 @@ def _unpack(raw: bytes) -> Any:
 
 
 def _plain(value: object) -> object:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [_plain(getattr(value, name)) for name in _field_names(type(value))]
-    if isinstance(value, (tuple, list)):
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind is tuple or kind is list:
+        items = cast("list[object]", value)
         # Token id lists are long: one look at the first item spares a call for each.
-        if value and type(value[0]) in (int, float, str, bytes, bool):
-            return list(value)
-        return [_plain(item) for item in value]
+        if items and type(items[0]) in _ITEMS:
+            return items if kind is list else list(items)
+        return [_plain(item) for item in items]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        found = [getattr(value, name) for name in _field_names(type(value))]
+        return [item if type(item) in _ATOMS else _plain(item) for item in found]
     return value
 
 

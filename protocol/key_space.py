@@ -1,6 +1,7 @@
 """Every Redis key name. All keys of one model carry one hash tag, so that a cluster keeps them in one slot."""
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Literal
 
 from protocol.ids import GatewayId, ModelName, TenantId, WorkerId
@@ -58,6 +59,11 @@ class QueueKeys:
         return [getattr(self, field.name) for field in fields(self)]
 
 
+@lru_cache(256)
+def _queue_keys(prefix: str, model: ModelName) -> QueueKeys:
+    return QueueKeys(*(f"{prefix}:{{{model}}}:{field.name}" for field in fields(QueueKeys)))
+
+
 @dataclass(frozen=True, slots=True)
 class KeySpace:
     """Key names under one prefix; tests use a prefix each."""
@@ -70,7 +76,7 @@ class KeySpace:
 
     def queue(self, model: ModelName) -> QueueKeys:
         """The fixed keys of a model's queue."""
-        return QueueKeys(*(f"{self.prefix}:{{{model}}}:{field.name}" for field in fields(QueueKeys)))
+        return _queue_keys(self.prefix, model)
 
     def dead(self, model: ModelName) -> str:
         """Stream of jobs that were given up: the envelope and why. Bounded, and with a time to live."""

@@ -5,6 +5,7 @@ the rest of the queue stays free for other workers.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -25,6 +26,8 @@ from worker.redis_link import BLOCK_MS, NETWORK_ERRORS, RECONNECT_S, RedisLink
 
 _log = structlog.get_logger(__name__)
 
+LOOK_AGAIN_S = 0.1
+
 
 class Consumer:
     """Takes jobs one by one and verifies them. A job that was given to `max_deliveries` workers and ended none of them is given up."""
@@ -32,6 +35,7 @@ class Consumer:
     def __init__(
         self, link: RedisLink, queue: JobQueue, model: ModelName, signing_key: bytes, max_deliveries: int,
         engine: EngineThread, in_flight: InFlight, on_session: Callable[[bytes], None] = lambda digest: None,
+        stall_s: float = math.inf,
     ) -> None:  # fmt: skip
         self._link = link
         self._queue = queue
@@ -41,6 +45,7 @@ class Consumer:
         self._engine = engine
         self._in_flight = in_flight
         self._on_session = on_session
+        self._stall_s = stall_s
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -51,6 +56,7 @@ class Consumer:
         """Take jobs until stopped; a Redis that's away or restarted empty is waited for."""
         while not self._stopping.is_set():
             await self._unless_stopping(self._in_flight.wait_for_room())
+            await self._unless_stopping(self._wait_for_progress())
             if self._stopping.is_set():
                 return
             try:
@@ -58,6 +64,11 @@ class Consumer:
             except NETWORK_ERRORS as error:
                 self._link.failed(error)
                 await self._unless_stopping(asyncio.sleep(RECONNECT_S))
+
+    async def _wait_for_progress(self) -> None:
+        """While a step hangs nothing is taken: what this worker has lost would come back to it until it's given up as poisonous."""
+        while not self._engine.is_progressing(self._stall_s):
+            await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _take_one(self) -> None:
         pulled = await self._queue.pull(len(self._in_flight), self._in_flight.room)

@@ -114,6 +114,7 @@ class Arena:
     random: Random = field(default_factory=lambda: Random(SEED))
     outcomes: list[tuple[dict, Outcome]] = field(default_factory=list)
     killed_urls: set[str] = field(default_factory=set)
+    leaving_urls: set[str] = field(default_factory=set)  # that a load balancer wouldn't send anything to any more
     num_kills: int = 0
 
     def body(self, prompt: str, **options) -> dict:
@@ -122,7 +123,8 @@ class Arena:
         }  # fmt: skip
 
     def gateway(self) -> Gateway:
-        return self.random.choice([gateway for gateway in self.fleet.gateways if gateway.child.is_running])
+        running = [gateway for gateway in self.fleet.gateways if gateway.child.is_running]
+        return self.random.choice([gateway for gateway in running if gateway.url not in self.leaving_urls])
 
     async def ask(self, body: dict, leave_after: int | None = None, key: str = "") -> Outcome:
         """A request to any gateway; checked: only a client that left or whose gateway was killed may lack its end."""

@@ -1,0 +1,118 @@
+"""Processes that are replaced one by one under load, and one whose forward pass hangs: no client notices more than a pause."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from sluicegate.child import Child
+
+NUM_CLIENTS = 8
+RATES = ("--decode-rate", "100")
+
+# A worker whose forward pass hangs for as long as a file exists.
+HANGING = """
+import pathlib, sys, time
+from worker.synthetic import executor
+run = executor.SyntheticExecutor.run
+def hang(self, batch, pool):
+    while pathlib.Path(sys.argv[1]).exists():
+        time.sleep(0.01)
+    return run(self, batch, pool)
+executor.SyntheticExecutor.run = hang
+from sluicegate.command import main
+main(["worker", *sys.argv[2:]])
+"""
+
+
+async def test_gateways_and_workers_are_restarted_under_load_and_no_request_fails(new_arena) -> None:
+    """SIGTERM to each gateway and each worker in turn, with another in its place before: all answers are whole and right."""
+    async with new_arena(2, 2, *RATES) as arena:
+        expected = {n: (await arena.ask(arena.body(f"Question {n}."))).text for n in range(4)}
+        is_over = asyncio.Event()
+
+        async def client(number: int) -> None:
+            """As behind a load balancer: a request goes to a gateway that isn't leaving."""
+            body, text = arena.body(f"Question {number % 4}."), expected[number % 4]
+            while not is_over.is_set():
+                if number % 2:
+                    outcome = await arena.ask(body)
+                    assert (True, text) == (outcome.is_complete, outcome.text), outcome
+                    continue
+                url, headers = arena.gateway().url, {"Authorization": f"Bearer {arena.key}"}
+                async with arena.session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
+                    assert 200 == response.status, await response.text()
+                    assert text == (await response.json())["choices"][0]["message"]["content"]
+
+        async with asyncio.TaskGroup() as tasks:
+            clients = [tasks.create_task(client(number)) for number in range(NUM_CLIENTS)]
+            for old in list(arena.fleet.gateways):
+                await arena.fleet.add_gateway()
+                await arena.fleet.wait_until_ready()
+                arena.leaving_urls.add(old.url)
+                await _ended(old.child)
+                await arena.fleet.reap()
+            for worker in list(arena.fleet.workers):
+                await arena.fleet.add_worker(*arena.worker_flags)
+                await arena.fleet.wait_until_ready()
+                await _ended(worker)
+                await arena.fleet.reap()
+            is_over.set()
+            await asyncio.wait(clients)
+
+
+async def _ended(child: Child) -> None:
+    """SIGTERM, and a clean exit."""
+    os.kill(child.pid, signal.SIGTERM)
+    async with asyncio.timeout(40):
+        assert 0 == await child.wait()
+
+
+async def test_a_forward_pass_that_hangs_loses_its_jobs_and_gets_no_others(new_arena, tmp_path) -> None:
+    """An answer goes on elsewhere from where it was, further requests aren't caught by the worker that hangs, and it serves again when it wakes."""
+    stuck = tmp_path / "stuck"
+    async with new_arena(1, 1) as arena:
+        child = await _hanging_worker(arena, stuck)
+        await _ended(arena.fleet.workers[0])
+        await arena.fleet.reap()
+        body = arena.body("A long answer, please.", ignore_eos=True, max_tokens=150)
+        assert (whole := await arena.ask(body)).is_complete
+        asking = asyncio.ensure_future(arena.ask(body))
+        await asyncio.sleep(0.5)
+        stuck.touch()
+        await asyncio.sleep(0.2)
+        assert not asking.done()
+        await arena.fleet.add_worker(*arena.worker_flags, *RATES)
+        await arena.fleet.wait_until_ready()
+        outcome = await asking
+        assert (whole.text, 150) == (outcome.text, outcome.completion_tokens)
+        loop = asyncio.get_running_loop()
+        for number in range(6):
+            started_s = loop.time()
+            assert (await arena.ask(arena.body(f"Question {number}.", max_tokens=4))).is_complete
+            assert loop.time() - started_s < 1.5
+        stuck.unlink()
+        (other,) = arena.fleet.workers
+        arena.fleet.kill(other)
+        assert (await arena.ask(arena.body("Are you there?"))).is_complete
+        assert child.is_running
+        await child.end(20)
+        log = child.log.read_text()
+    assert "engine_stalled" in log
+    assert "engine_goes_on" in log
+
+
+async def _hanging_worker(arena, stuck: Path) -> Child:
+    flags = (*arena.worker_flags, *RATES, "--stall", "1", "--lease", "1")
+    environment = {
+        **os.environ,
+        "SLUICEGATE_REDIS_URL": arena.fleet.redis_url,
+        "SLUICEGATE_DATA": str(arena.fleet.folder),
+    }
+    command = [sys.executable, "-c", HANGING, str(stuck), *flags]
+    child = await Child.start("hanging", command, arena.fleet.folder / "logs" / "hanging.log", environment)
+    async with asyncio.timeout(60):
+        while len(await arena.fleet.statuses()) < 2:
+            await asyncio.sleep(0.1)
+    return child
