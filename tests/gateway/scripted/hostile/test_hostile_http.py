@@ -16,6 +16,7 @@ TOO_LARGE = (431, "headers_too_large", None)
 NO_KEY = (401, "invalid_api_key", None)
 NO_ROUTE = (404, "not_found", None)
 NO_TYPE = (415, "unsupported_media_type", None)
+SESSION = (400, None, "x-session-affinity")
 SERVED = (200, None, None)
 
 
@@ -147,6 +148,13 @@ HEADERS = [
     ("odd date", SERVED, _post(*GOOD, b"If-Modified-Since: yesterday")),
     ("odd forwarding", SERVED, _post(*GOOD, b"X-Forwarded-For: \xff, ''", b'Forwarded: for="', b"X-Real-Ip: ::::")),
     ("two request ids", SERVED, _post(*GOOD, b"X-Request-Id: a", b"X-Request-Id: b")),
+    ("two sessions", SESSION, _post(*GOOD, b"X-Session-Affinity: a", b"X-Session-Affinity: a")),
+    ("session in Latin-1", SESSION, _post(*GOOD, b"X-Session-Affinity: \xe9")),
+    ("session in UTF-8", SESSION, _post(*GOOD, "X-Session-Affinity: sitzung-ü".encode())),
+    ("empty session", SESSION, _post(*GOOD, b"X-Session-Affinity:")),
+    ("huge session", SESSION, _post(*GOOD, b"X-Session-Affinity: " + b"s" * 4000)),
+    ("session with a space", SESSION, _post(*GOOD, b"X-Session-Affinity: a b")),
+    ("longest session", SERVED, _post(*GOOD, b"X-Session-Affinity: " + b"~" * 256)),
     ("request id in Latin-1", SERVED, _post(*GOOD, b"X-Request-Id: \xe9")),
     ("odd trace context", SERVED, _post(*GOOD, b"traceparent: \xff", b"tracestate: ,,,=")),
     ("odd charset", SERVED, _post(HOST, AUTH, JSON + b"; charset=nope", LENGTH)),
