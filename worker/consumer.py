@@ -5,7 +5,6 @@ the rest of the queue stays free for other workers.
 """
 
 import asyncio
-import math
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -35,7 +34,7 @@ class Consumer:
     def __init__(
         self, link: RedisLink, queue: JobQueue, model: ModelName, signing_key: bytes, max_deliveries: int,
         engine: EngineThread, in_flight: InFlight, on_session: Callable[[bytes], None] = lambda digest: None,
-        stall_s: float = math.inf,
+        is_progressing: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         self._link = link
         self._queue = queue
@@ -45,7 +44,7 @@ class Consumer:
         self._engine = engine
         self._in_flight = in_flight
         self._on_session = on_session
-        self._stall_s = stall_s
+        self._is_progressing = is_progressing
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -56,7 +55,8 @@ class Consumer:
         """Take jobs until stopped; a Redis that's away or restarted empty is waited for."""
         while not self._stopping.is_set():
             await self._unless_stopping(self._in_flight.wait_for_room())
-            await self._unless_stopping(self._wait_for_progress())
+            if not self._is_progressing():
+                await self._unless_stopping(self._wait_for_progress())
             if self._stopping.is_set():
                 return
             try:
@@ -67,7 +67,7 @@ class Consumer:
 
     async def _wait_for_progress(self) -> None:
         """While a step hangs nothing is taken: what this worker has lost would come back to it until it's given up as poisonous."""
-        while not self._engine.is_progressing(self._stall_s):
+        while not self._is_progressing():
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _take_one(self) -> None:

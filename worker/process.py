@@ -110,7 +110,7 @@ class _Worker:
             self._engine,
             self._in_flight,
             prepared.engine.cache.held.note_session,
-            settings.stall_s,
+            lambda: self._engine.is_progressing(settings.stall_s),
         )
         self._prefixes = PrefixPublisher(link, card.name, settings.worker_id, prepared.engine.cache.held)
         self._leases = LeaseKeeper(link, self._queue, self._engine, self._in_flight, settings, self._drop)

@@ -114,7 +114,7 @@ class Arena:
     random: Random = field(default_factory=lambda: Random(SEED))
     outcomes: list[tuple[dict, Outcome]] = field(default_factory=list)
     killed_urls: set[str] = field(default_factory=set)
-    leaving_urls: set[str] = field(default_factory=set)  # that a load balancer wouldn't send anything to any more
+    unready_urls: set[str] = field(default_factory=set)  # that a load balancer wouldn't send anything to
     num_kills: int = 0
 
     def body(self, prompt: str, **options) -> dict:
@@ -124,7 +124,7 @@ class Arena:
 
     def gateway(self) -> Gateway:
         running = [gateway for gateway in self.fleet.gateways if gateway.child.is_running]
-        return self.random.choice([gateway for gateway in running if gateway.url not in self.leaving_urls])
+        return self.random.choice([gateway for gateway in running if gateway.url not in self.unready_urls])
 
     async def ask(self, body: dict, leave_after: int | None = None, key: str = "") -> Outcome:
         """A request to any gateway; checked: only a client that left or whose gateway was killed may lack its end."""
