@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kernels.errors import KernelError
-from kernels.weights import Weight
+from kernels.weights import Int4Weight, Int8Weight, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class ExpertMatrices:
         first: Weight | None = None
         count = 0
         for matrix in matrices:
+            if isinstance(matrix, Int4Weight | Int8Weight) and matrix.order is not None:
+                raise KernelError("ExpertMatrices: columns in another order (act-order) are not supported in experts")
             if first is None or packed is None:
                 packed = torch.empty(num_experts, *matrix.packed.shape, dtype=matrix.packed.dtype)
                 first = replace(matrix, packed=packed[0])

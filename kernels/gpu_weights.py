@@ -13,13 +13,14 @@ import torch
 ROW_ALIGNMENT = 128
 DENSE_COLUMNS = 64
 PLANE_WIDTH = 32
+FP8_GROUP = 128  # columns that share a scale
 
 
 @dataclass(frozen=True, slots=True)
 class GpuQuantizedWeight:
     """W[n, k] = (code[n, k] * scale[n, k // g] + minimum[n, k // g]) * unit, scale and minimum in float16.
 
-    `unit` is a power of two that brings the largest magnitude to about 2^12, far from both ends of float16.
+    `unit` is a power of two that brings the largest magnitude to about 2^12, far from both ends of float16. `order` is that of `kernels.weights`.
     """
 
     codes: torch.Tensor  # int16 [chunks, padded rows, plane width]
@@ -28,6 +29,7 @@ class GpuQuantizedWeight:
     group_size: int
     has_minimum: bool
     unit: float
+    order: torch.Tensor | None = None  # int32 [K]
 
     @property
     def nbytes(self) -> int:
@@ -69,4 +71,18 @@ class GpuDenseWeight:
         return self.matrix.nbytes
 
 
-GpuWeight = GpuInt4Weight | GpuInt8Weight | GpuDenseWeight
+@dataclass(frozen=True, slots=True)
+class GpuFp8Weight:
+    """8-bit floats (e4m3) with a float32 scale per row and group of 128 columns."""
+
+    codes: torch.Tensor  # uint8 [padded rows, padded columns]
+    scales: torch.Tensor  # float32 [groups, padded rows]
+    shape: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, padding included."""
+        return self.codes.nbytes + self.scales.nbytes
+
+
+GpuWeight = GpuInt4Weight | GpuInt8Weight | GpuFp8Weight | GpuDenseWeight

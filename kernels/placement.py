@@ -7,14 +7,17 @@ import torch
 from kernels.backend import Backend, device_of
 from kernels.gpu_weights import (
     DENSE_COLUMNS,
+    FP8_GROUP,
     PLANE_WIDTH,
     ROW_ALIGNMENT,
     GpuDenseWeight,
+    GpuFp8Weight,
     GpuInt4Weight,
     GpuInt8Weight,
     GpuWeight,
 )
-from kernels.weights import PANEL_ROWS, AnyWeight, DenseWeight, Quantized, _split
+from kernels.packing import PANEL_ROWS
+from kernels.weights import AnyWeight, DenseWeight, Fp8Weight, Quantized, _split
 
 _ROWS_AT_ONCE = 4096  # bounds what is unpacked at any time
 _LARGEST = 13  # magnitudes end below 2^13
@@ -22,9 +25,11 @@ _LARGEST = 13  # magnitudes end below 2^13
 
 def place(weight: AnyWeight, backend: Backend) -> AnyWeight:
     """The matrix as this backend's kernels read it; for CPU and reference that's the one given."""
-    if backend is not Backend.GPU or isinstance(weight, GpuInt4Weight | GpuInt8Weight | GpuDenseWeight):
+    if backend is not Backend.GPU or isinstance(weight, GpuWeight):
         return weight
     device = device_of(backend)
+    if isinstance(weight, Fp8Weight):
+        return _fp8(weight, device)
     return _dense(weight, device) if isinstance(weight, DenseWeight) else _quantized(weight, device)
 
 
@@ -45,9 +50,20 @@ def _quantized(weight: Quantized, device: torch.device) -> GpuWeight:
             if numbers is not None:
                 flat = numbers.flatten(0, 1).squeeze(-1)[: len(rows)]
                 scales[: flat.shape[1], here, side] = (flat * 2.0**exponent).half().T.to(device)
+    order = None if weight.order is None else weight.order.to(device)
     kind = GpuInt4Weight if weight.bits == 4 else GpuInt8Weight
     pairs = scales.view(torch.int32).squeeze(-1) if weight.has_minimum else scales[:, :, 0].contiguous()
-    return kind(codes, pairs, weight.shape, weight.group_size, weight.has_minimum, 2.0**-exponent)
+    return kind(codes, pairs, weight.shape, weight.group_size, weight.has_minimum, 2.0**-exponent, order)
+
+
+def _fp8(weight: Fp8Weight, device: torch.device) -> GpuFp8Weight:
+    num_out, num_in = weight.shape
+    padded = -(-num_out // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    codes = torch.zeros(padded, -(-num_in // FP8_GROUP) * FP8_GROUP, dtype=torch.uint8, device=device)
+    codes[:num_out, :num_in] = weight.codes.permute(0, 2, 1).reshape(-1, num_in)[:num_out].to(device)
+    scales = torch.zeros(weight.scales.shape[1], padded, dtype=torch.float32, device=device)
+    scales[:, :num_out] = weight.scales.permute(1, 0, 2).reshape(len(scales), -1)[:, :num_out].to(device)
+    return GpuFp8Weight(codes, scales, weight.shape)
 
 
 def _dense(weight: DenseWeight, device: torch.device) -> GpuDenseWeight:

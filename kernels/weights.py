@@ -1,7 +1,8 @@
 """Matrices as they lie in memory: packed once at load in the order in which the kernels read them.
 
-All are [out_features, in_features], used as y = x @ W.T. A quantized one is W[n, k] = code[n, k] * scale[n, k // g] +
+All are [out_features, in_features], used as y = x @ W.T. A quantized one is W[n, order[k]] = code[n, k] * scale[n, k // g] +
 minimum[n, k // g], in panels of 16 rows: for each panel and group the codes, then 16 scales, then 16 minima (if there are any).
+`order`, int32 [K], is there if the columns of a group are scattered over the matrix: the product gathers its input by it.
 Nothing is expanded: 4-bit codes take 4 bits, scales keep the precision that they came with.
 """
 
@@ -10,10 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from kernels.errors import KernelError
-from kernels.gpu_weights import GpuWeight
-
-PANEL_ROWS = 16
-_QUAD = 4  # neighbouring columns that share a 32-bit lane
+from kernels.gpu_weights import FP8_GROUP, GpuWeight
+from kernels.packing import PANEL_ROWS, QUAD, all_finite, pack_elements, pack_int4, pack_int8
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +23,7 @@ class Int4Weight:
     shape: tuple[int, int]
     group_size: int
     scale_dtype: torch.dtype
+    order: torch.Tensor | None = None
 
     bits = 4
     has_minimum = True
@@ -34,24 +34,35 @@ class Int4Weight:
     ) -> "Int4Weight":
         """Pack codes uint8 [N, K] (0..15) with scale and minimum [N, K / group_size], float16 or float32."""
         _check_codes("Int4Weight", codes, torch.uint8, group_size, {32, 64, 128})
-        _check_scales("Int4Weight", codes, scale, minimum, group_size)
         if codes.numel() and int(codes.max()) > 15:
             raise KernelError("Int4Weight: codes must be 0..15")
-        grouped = _panels(codes).view(-1, PANEL_ROWS, codes.shape[1] // group_size, group_size // 8, 2, _QUAD)
-        pairs = grouped.permute(4, 0, 2, 3, 1, 5)  # [low/high, panel, group, vector, row, column]
-        vectors = pairs[0] | (pairs[1] << 4)
-        packed = torch.cat([vectors.flatten(2), _scale_bytes(scale), _scale_bytes(minimum)], dim=2)
-        return cls(packed.contiguous(), _shape(codes), group_size, scale.dtype)
+        return cls.from_pairs(codes[:, 0::2] | (codes[:, 1::2] << 4), scale, minimum, group_size)
+
+    @classmethod
+    def from_pairs(
+        cls,
+        pairs: torch.Tensor,
+        scale: torch.Tensor,
+        minimum: torch.Tensor,
+        group_size: int,
+        order: torch.Tensor | None = None,
+    ) -> "Int4Weight":
+        """The same from codes two a byte, uint8 [N, K / 2], the lower column in the lower half."""
+        _check_codes("Int4Weight", pairs, torch.uint8, group_size, {32, 64, 128}, columns_each=2)
+        shape = (int(pairs.shape[0]), 2 * int(pairs.shape[1]))
+        _check_scales("Int4Weight", shape, scale, minimum, group_size)
+        _check_order("Int4Weight", order, shape[1])
+        return cls(pack_int4(pairs, scale, minimum, group_size), shape, group_size, scale.dtype, order)
 
     def _codes(self, panels: torch.Tensor) -> torch.Tensor:
         vectors = panels[:, :, : self.group_size * PANEL_ROWS // 2]
-        vectors = vectors.view(*panels.shape[:2], self.group_size // 8, PANEL_ROWS, _QUAD)
+        vectors = vectors.view(*panels.shape[:2], self.group_size // 8, PANEL_ROWS, QUAD)
         both = torch.stack([vectors & 15, vectors >> 4], dim=3)  # [panel, group, vector, low/high, row, column]
         return both.permute(0, 4, 1, 2, 3, 5).flatten(3)
 
     def _row_codes(self, panel: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         every = self.packed[:, :, : self.group_size * PANEL_ROWS // 2]
-        every = every.view(*every.shape[:2], self.group_size // 8, PANEL_ROWS, _QUAD)
+        every = every.view(*every.shape[:2], self.group_size // 8, PANEL_ROWS, QUAD)
         vectors = every[panel, :, :, row]  # [rows, group, vector, column]
         return torch.stack([vectors & 15, vectors >> 4], dim=3).flatten(1)
 
@@ -78,32 +89,34 @@ class Int8Weight:
     group_size: int
     scale_dtype: torch.dtype
     has_minimum: bool
+    order: torch.Tensor | None = None
 
     bits = 8
 
     @classmethod
     def from_codes(
-        cls, codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor | None, group_size: int
+        cls,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        minimum: torch.Tensor | None,
+        group_size: int,
+        order: torch.Tensor | None = None,
     ) -> "Int8Weight":
         """Pack codes int8 [N, K] with scale (and minimum) [N, K / group_size], float16 or float32."""
         _check_codes("Int8Weight", codes, torch.int8, group_size, {16, 32, 64, 128})
-        _check_scales("Int8Weight", codes, scale, minimum, group_size)
-        unsigned = _panels(codes.view(torch.uint8) ^ 0x80)
-        grouped = unsigned.view(-1, PANEL_ROWS, codes.shape[1] // group_size, group_size // _QUAD, _QUAD)
-        parts = [grouped.permute(0, 2, 3, 1, 4).flatten(2), _scale_bytes(scale)]
-        if minimum is not None:
-            parts.append(_scale_bytes(minimum))
-        packed = torch.cat(parts, dim=2)
-        return cls(packed.contiguous(), _shape(codes), group_size, scale.dtype, minimum is not None)
+        _check_scales("Int8Weight", _shape(codes), scale, minimum, group_size)
+        _check_order("Int8Weight", order, int(codes.shape[1]))
+        packed = pack_int8(codes, scale, minimum, group_size)
+        return cls(packed, _shape(codes), group_size, scale.dtype, minimum is not None, order)
 
     def _codes(self, panels: torch.Tensor) -> torch.Tensor:
         vectors = panels[:, :, : self.group_size * PANEL_ROWS]
-        vectors = vectors.view(*panels.shape[:2], self.group_size // _QUAD, PANEL_ROWS, _QUAD)
+        vectors = vectors.view(*panels.shape[:2], self.group_size // QUAD, PANEL_ROWS, QUAD)
         return (vectors.permute(0, 3, 1, 2, 4).flatten(3) ^ 0x80).view(torch.int8)
 
     def _row_codes(self, panel: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         every = self.packed[:, :, : self.group_size * PANEL_ROWS]
-        every = every.view(*every.shape[:2], self.group_size // _QUAD, PANEL_ROWS, _QUAD)
+        every = every.view(*every.shape[:2], self.group_size // QUAD, PANEL_ROWS, QUAD)
         return (every[panel, :, :, row].flatten(1) ^ 0x80).view(torch.int8)
 
     @property
@@ -121,6 +134,54 @@ class Int8Weight:
 
 
 @dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """8-bit floats (e4m3, no infinity) with a float32 scale per row and group of 128 columns, the last of which may be narrower."""
+
+    packed: torch.Tensor  # uint8 [panels, bytes]: codes [K, 16], then scales float32 [groups, 16]
+    shape: tuple[int, int]
+
+    @classmethod
+    def from_codes(cls, codes: torch.Tensor, scale: torch.Tensor) -> "Fp8Weight":
+        """Pack codes float8_e4m3fn [N, K] with scale float32 [N, ceil(K / 128)]."""
+        if codes.ndim != 2 or codes.dtype is not torch.float8_e4m3fn or not codes.shape[1]:
+            raise KernelError(f"Fp8Weight: codes must be an e4m3 matrix, got {codes.dtype} {list(codes.shape)}")
+        wanted = (codes.shape[0], -(-codes.shape[1] // FP8_GROUP))
+        if tuple(scale.shape) != wanted or scale.dtype is not torch.float32:
+            raise KernelError(f"Fp8Weight: scale must be {list(wanted)} float32, got {list(scale.shape)} {scale.dtype}")
+        for label, numbers in (("codes", codes), ("scale", scale)):
+            if not all_finite(numbers):
+                raise KernelError(f"Fp8Weight: {label} has values that are not finite")
+        parts = (pack_elements(codes.view(torch.uint8)), pack_elements(scale).view(torch.uint8))
+        return cls(torch.cat([part.flatten(1) for part in parts], dim=1), _shape(codes))
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """uint8 [panels, K, 16], part of what's packed."""
+        return self.packed[:, : self.shape[1] * PANEL_ROWS].view(-1, self.shape[1], PANEL_ROWS)
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """float32 [panels, groups, 16], part of what's packed."""
+        return self.packed[:, self.shape[1] * PANEL_ROWS :].view(torch.float32).view(len(self.packed), -1, PANEL_ROWS)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.packed.nbytes
+
+    def dequantize(self, rows: slice | None = None) -> torch.Tensor:
+        """float32 [rows, K], exact up to float32 rounding."""
+        first, last, _ = (rows or slice(None)).indices(self.shape[0])
+        return self.gather_rows(torch.arange(first, last))
+
+    def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """float32 [len(ids), K]: some rows, dequantized."""
+        panel, row = ids // PANEL_ROWS, ids % PANEL_ROWS
+        codes = self.codes[panel, :, row].view(torch.float8_e4m3fn).float()
+        return codes * self.scales[panel, :, row].repeat_interleave(FP8_GROUP, dim=1)[:, : self.shape[1]]
+
+
+@dataclass(frozen=True, slots=True)
 class DenseWeight:
     """Unquantized bfloat16, float16 or float32, in panels [panels, K, 16]."""
 
@@ -134,8 +195,7 @@ class DenseWeight:
             raise KernelError(
                 f"DenseWeight: expected a bf16, f16 or f32 matrix, got {matrix.dtype} {list(matrix.shape)}"
             )
-        packed = _panels(matrix).view(-1, PANEL_ROWS, matrix.shape[1]).permute(0, 2, 1)
-        return cls(packed.contiguous(), _shape(matrix))
+        return cls(pack_elements(matrix), _shape(matrix))
 
     @property
     def nbytes(self) -> int:
@@ -155,23 +215,12 @@ class DenseWeight:
 
 
 Quantized = Int4Weight | Int8Weight
-Weight = Int4Weight | Int8Weight | DenseWeight
+Weight = Int4Weight | Int8Weight | Fp8Weight | DenseWeight
 AnyWeight = Weight | GpuWeight  # placed for whichever backend
 
 
 def _shape(matrix: torch.Tensor) -> tuple[int, int]:
     return int(matrix.shape[0]), int(matrix.shape[1])
-
-
-def _panels(matrix: torch.Tensor) -> torch.Tensor:
-    """Rows padded with zeros to whole panels."""
-    missing = -matrix.shape[0] % PANEL_ROWS
-    return torch.nn.functional.pad(matrix, (0, 0, 0, missing)) if missing else matrix.contiguous()
-
-
-def _scale_bytes(scale: torch.Tensor) -> torch.Tensor:
-    by_panel = _panels(scale).view(-1, PANEL_ROWS, scale.shape[1]).permute(0, 2, 1).contiguous()
-    return by_panel.view(torch.uint8)  # [panels, groups, 16 * scale bytes]
 
 
 def _split(weight: Quantized, panels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -199,7 +248,14 @@ def _dequantize(weight: Quantized, rows: slice | None) -> torch.Tensor:
     first, last, _ = (rows or slice(None)).indices(weight.shape[0])
     panels = _expand(weight, weight.packed[first // PANEL_ROWS : -(-last // PANEL_ROWS)])
     offset = first // PANEL_ROWS * PANEL_ROWS
-    return panels.reshape(-1, weight.shape[1])[first - offset : last - offset]
+    return _in_order(weight, panels.reshape(-1, weight.shape[1])[first - offset : last - offset])
+
+
+def _in_order(weight: Quantized, values: torch.Tensor) -> torch.Tensor:
+    """Columns where they belong, from the order in which they lie."""
+    if weight.order is None:
+        return values
+    return torch.empty_like(values).index_copy_(1, weight.order.long(), values)
 
 
 def _gather(weight: Quantized, ids: torch.Tensor) -> torch.Tensor:
@@ -216,22 +272,25 @@ def _gather(weight: Quantized, ids: torch.Tensor) -> torch.Tensor:
     values = codes.float() * numbers(start)
     if weight.has_minimum:
         values += numbers(start + size)
-    return values.flatten(1)
+    return _in_order(weight, values.flatten(1))
 
 
-def _check_codes(name: str, codes: torch.Tensor, dtype: torch.dtype, group: int, allowed: set[int]) -> None:
+def _check_codes(
+    name: str, codes: torch.Tensor, dtype: torch.dtype, group: int, allowed: set[int], columns_each: int = 1
+) -> None:
     if codes.ndim != 2 or codes.dtype is not dtype:
         raise KernelError(f"{name}: codes must be a {dtype} matrix, got {codes.dtype} {list(codes.shape)}")
     if group not in allowed:
         raise KernelError(f"{name}: group_size must be one of {sorted(allowed)}, got {group}")
-    if codes.shape[1] % group or not codes.shape[1]:
-        raise KernelError(f"{name}: in_features {codes.shape[1]} must be a multiple of group_size {group}")
+    num_in = codes.shape[1] * columns_each
+    if num_in % group or not num_in:
+        raise KernelError(f"{name}: in_features {num_in} must be a multiple of group_size {group}")
 
 
 def _check_scales(
-    name: str, codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor | None, group: int
+    name: str, shape: tuple[int, int], scale: torch.Tensor, minimum: torch.Tensor | None, group: int
 ) -> None:
-    wanted = (codes.shape[0], codes.shape[1] // group)
+    wanted = (shape[0], shape[1] // group)
     for label, tensor in (("scale", scale), ("minimum", minimum)):
         if tensor is None:
             continue
@@ -239,7 +298,16 @@ def _check_scales(
             raise KernelError(
                 f"{name}: {label} must be {list(wanted)} {scale.dtype}, got {list(tensor.shape)} {tensor.dtype}"
             )
-        if not bool(torch.isfinite(tensor).all()):
+        if not all_finite(tensor):
             raise KernelError(f"{name}: {label} has values that are not finite")
     if scale.dtype not in {torch.float16, torch.float32}:
         raise KernelError(f"{name}: scale must be float16 or float32, got {scale.dtype}")
+
+
+def _check_order(name: str, order: torch.Tensor | None, num_in: int) -> None:
+    if order is None:
+        return
+    if order.dtype is not torch.int32 or tuple(order.shape) != (num_in,) or not order.is_contiguous():
+        raise KernelError(f"{name}: order must be int32 [{num_in}], got {order.dtype} {list(order.shape)}")
+    if not torch.equal(order.sort().values, torch.arange(num_in, dtype=torch.int32)):
+        raise KernelError(f"{name}: order must name each column once")

@@ -76,6 +76,15 @@ def kernels(arguments: Namespace) -> None:
     print(f"{describe(backend)}, read bandwidth {read_bandwidth() / 1e9:.1f} GB/s\n\n{products(backend)}")
 
 
+def load(arguments: Namespace) -> None:
+    """Loading a checkpoint beside reading its files."""
+    _require_worker()
+    from bench.load import measure, table
+
+    path = resolve(arguments.model)[1] if arguments.model else None
+    print(table(measure(path, arguments.kernels, arguments.rounds)))
+
+
 def peers(arguments: Namespace) -> None:
     """Install the peers."""
     _require_worker()

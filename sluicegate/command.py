@@ -366,6 +366,11 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = _add(actions, "quality", "bench:quality", "compare perplexity and logits with a float32 model's")
     _model_to_measure(parser)
     parser.add_argument("--tokens", type=_whole(1, 1 << 20), metavar="N", default=4096, help="tokens of text")
+    more = "\n\nWithout --model, a random INT4 checkpoint of half a gigabyte is made up in the temporary folder."
+    parser = _add(actions, "load", "bench:load", "time loading beside what dd takes to read the files", more)
+    parser.add_argument("--model", metavar="NAME_OR_PATH", help="a known model's name, a file or a folder")
+    parser.add_argument("--kernels", choices=("auto", "ref", "cpu", "gpu"), default="auto", help="implementation")
+    parser.add_argument("--rounds", type=_whole(1, 100), metavar="N", default=3, help="turns of dd and load")
     _peers(_add(actions, "peers", "bench:peers", "install the engines that ours is compared with"))
     parser = _add(actions, "gateway", "bench_gateway:run", "CPU time of authentication and admission")
     parser.add_argument(

@@ -38,7 +38,7 @@ def inspect_model(arguments: Namespace) -> None:
     rows = {
         "name": name,
         "path": path,
-        "sha256": checkpoint.digest,
+        "sha256": checkpoint.digest.result(),
         "architecture": config.architecture,
         "layers": config.num_layers,
         "hidden size": config.hidden_size,

@@ -7,18 +7,20 @@ from kernels.checks import check_tensor, output
 from kernels.dense_matmul import NATIVE_TYPES
 from kernels.embedding.ref import embedding_ref
 from kernels.errors import KernelError
-from kernels.gpu_weights import GpuDenseWeight, GpuInt4Weight, GpuInt8Weight
-from kernels.weights import AnyWeight, DenseWeight
+from kernels.gpu_weights import GpuWeight
+from kernels.weights import AnyWeight, DenseWeight, Fp8Weight
 
 
 def embedding(
     ids: torch.Tensor, w: AnyWeight, out: torch.Tensor | None = None, *, factor: float = 1.0, backend: Backend
 ) -> torch.Tensor:
     """ids int64 [T] -> float32 [T, K], rows of W times `factor`, in `out` if given. Raises KernelError for an id outside W."""
-    is_placed = isinstance(w, GpuInt4Weight | GpuInt8Weight | GpuDenseWeight)
+    is_placed = isinstance(w, GpuWeight)
     if is_placed is not (backend is Backend.GPU):
         raise KernelError(f"embedding: w is not laid out for {backend}, got {type(w).__name__}")
     check_tensor("embedding", "ids", ids, torch.int64, (None,), backend)
+    if is_placed and getattr(w, "order", None) is not None:
+        raise KernelError("embedding: w has an order of columns, which only products take on a GPU")
     # On a GPU a look at the numbers would wait for it: there such an id gives NaN.
     if len(ids) and ids.is_cpu:
         numbers = ids.numpy()
@@ -26,7 +28,7 @@ def embedding(
             raise KernelError(f"embedding: ids must be in [0, {w.shape[0]})")
     num_out, num_in = w.shape
     result = output("embedding", out, (len(ids), num_in), backend)
-    if isinstance(w, GpuInt4Weight | GpuInt8Weight | GpuDenseWeight):
+    if isinstance(w, GpuWeight):
         if result.numel():
             from kernels.embedding.gpu import embedding_gpu
 
@@ -41,9 +43,11 @@ def embedding(
     if isinstance(w, DenseWeight):
         kind = NATIVE_TYPES[w.packed.dtype]
         _native.dense_rows(w.packed.data_ptr(), kind, num_in, ids.data_ptr(), len(ids), factor, result.data_ptr())
+    elif isinstance(w, Fp8Weight):
+        _native.fp8_rows(w.packed.data_ptr(), num_in, ids.data_ptr(), len(ids), factor, result.data_ptr())
     else:
         _native.quantized_rows(
             w.packed.data_ptr(), num_out, num_in, w.group_size, w.bits, w.scale_dtype.itemsize, w.has_minimum,
-            ids.data_ptr(), len(ids), factor, result.data_ptr(),
+            0 if w.order is None else w.order.data_ptr(), ids.data_ptr(), len(ids), factor, result.data_ptr(),
         )  # fmt: skip
     return result

@@ -20,5 +20,5 @@ def quantized_matmul_gpu(
     if result.numel():
         from kernels.int4_matmul.gpu import quantized_matmul
 
-        quantized_matmul(x, w, result)
+        quantized_matmul(x if w.order is None else x.index_select(1, w.order), w, result)
     return result

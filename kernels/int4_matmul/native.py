@@ -16,6 +16,6 @@ def quantized_matmul(op: str, x: torch.Tensor, w: Quantized, out: torch.Tensor |
     result, stride = output_rows(op, out, (rows, num_out))
     _native.quantized_matmul(
         x.data_ptr(), rows, w.packed.data_ptr(), num_out, num_in, w.group_size, w.bits,
-        w.scale_dtype.itemsize, w.has_minimum, result.data_ptr(), stride,
+        w.scale_dtype.itemsize, w.has_minimum, 0 if w.order is None else w.order.data_ptr(), result.data_ptr(), stride,
     )  # fmt: skip
     return result

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from kernels.backend import Backend
+from kernels.errors import KernelError
 from kernels.expert_weights import ExpertMatrices, Experts
-from kernels.gpu_weights import GpuDenseWeight, GpuInt4Weight, GpuInt8Weight, GpuWeight
+from kernels.gpu_weights import GpuDenseWeight, GpuFp8Weight, GpuInt4Weight, GpuInt8Weight
 from kernels.placement import place
 
 
@@ -14,7 +15,7 @@ from kernels.placement import place
 class GpuExpertMatrices:
     """One matrix of each expert. `first` describes all but for their units."""
 
-    first: GpuWeight
+    first: GpuInt4Weight | GpuInt8Weight | GpuDenseWeight
     numbers: torch.Tensor  # codes or matrices, [num_experts, ...]
     scales: torch.Tensor | None  # [num_experts, ...]
     units: torch.Tensor  # float32 [num_experts]
@@ -49,10 +50,12 @@ def _placed(matrices: ExpertMatrices, backend: Backend) -> GpuExpertMatrices:
     """One at a time into memory for all."""
     numbers: torch.Tensor | None = None
     scales: torch.Tensor | None = None
-    first: GpuWeight | None = None
+    first: GpuInt4Weight | GpuInt8Weight | GpuDenseWeight | None = None
     units = []
     for expert in range(matrices.num_experts):
         weight = place(matrices.matrix(expert), backend)
+        if isinstance(weight, GpuFp8Weight):
+            raise KernelError("moe: experts of 8-bit floats are not supported on GPUs")
         assert isinstance(weight, GpuInt4Weight | GpuInt8Weight | GpuDenseWeight)
         own = weight.matrix if isinstance(weight, GpuDenseWeight) else weight.codes
         if numbers is None:

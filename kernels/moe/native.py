@@ -5,7 +5,9 @@ import torch
 from kernels.dense_matmul import NATIVE_TYPES
 from kernels.expert_weights import ExpertMatrices, Experts
 from kernels.moe.routing import Routing
-from kernels.weights import DenseWeight
+from kernels.weights import DenseWeight, Fp8Weight
+
+_E4M3 = 3  # beside NATIVE_TYPES
 
 ExpertsTuple = tuple[int, int, int, int, int, int, int, bool, int]
 
@@ -30,6 +32,8 @@ def moe_native(
 def _described(matrices: ExpertMatrices) -> ExpertsTuple:
     one, packed = matrices.first, matrices.packed
     place = (packed.data_ptr(), packed[0].nbytes, *one.shape)
+    if isinstance(one, Fp8Weight):
+        return (*place, 0, 0, 0, False, _E4M3)
     if isinstance(one, DenseWeight):
         return (*place, 0, 0, 0, False, NATIVE_TYPES[packed.dtype])
     return (*place, one.group_size, one.bits, one.scale_dtype.itemsize, one.has_minimum, 0)

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "ops.hpp"
+#include "packing.hpp"
 #include "thread_pool.hpp"
 
 namespace nb = nanobind;
@@ -80,8 +81,9 @@ SealExpectation expectation(const SealTuple& numbers) {
     return {layer, at<const uint64_t>(page_keys), at<const int32_t>(num_tokens), at<int64_t>(violations)};
 }
 
-QuantizedMatrix matrix(uintptr_t packed, int64_t n, int64_t k, int group, int bits, int scale_bytes, bool has_minimum) {
-    return {at<const uint8_t>(packed), n, k, group, bits, scale_bytes, has_minimum};
+QuantizedMatrix matrix(uintptr_t packed, int64_t n, int64_t k, int group, int bits, int scale_bytes, bool has_minimum,
+                       uintptr_t order) {
+    return {at<const uint8_t>(packed), n, k, group, bits, scale_bytes, has_minimum, at<const int32_t>(order)};
 }
 
 // Experts as `moe/native.py` describes them: address and bytes of one; sizes; group, bits (0: dense), scale bytes, minimum; dense type.
@@ -89,7 +91,7 @@ using ExpertsTuple = std::tuple<uintptr_t, int64_t, int64_t, int64_t, int, int, 
 
 ExpertMatrices experts_of(const ExpertsTuple& numbers) {
     const auto& [packed, expert_bytes, n, k, group, bits, scale_bytes, has_minimum, type] = numbers;
-    return {at<const uint8_t>(packed), expert_bytes, matrix(0, n, k, group, bits, scale_bytes, has_minimum), bits == 0, static_cast<Dense>(type)};
+    return {at<const uint8_t>(packed), expert_bytes, matrix(0, n, k, group, bits, scale_bytes, has_minimum, 0), bits == 0, static_cast<Dense>(type)};
 }
 
 // Bias, number of experts, top_k, groups, top groups; sigmoid, normalized; scale.
@@ -118,14 +120,35 @@ NB_MODULE(_native, m) {
     m.def("selected", [] { return std::string(ops().name); });
     m.def("set_num_threads", [](int count) { ThreadPool::instance().resize(count); });
     m.def("num_threads", [] { return ThreadPool::instance().size(); });
+    // Packing happens at load, and is never part of a recording.
+    m.def("pack_int4", [](uintptr_t pairs, uintptr_t scale, uintptr_t minimum, int bytes, int64_t rows, int64_t cols, int64_t group,
+                          uintptr_t out) {
+        nb::gil_scoped_release unlocked;
+        pack_int4(at<const uint8_t>(pairs), {at<const uint8_t>(scale), at<const uint8_t>(minimum), bytes}, rows, cols, group,
+                  at<uint8_t>(out));
+    });
+    m.def("pack_int8", [](uintptr_t codes, uintptr_t scale, uintptr_t minimum, int bytes, int64_t rows, int64_t cols, int64_t group,
+                          uintptr_t out) {
+        nb::gil_scoped_release unlocked;
+        pack_int8(at<const uint8_t>(codes), {at<const uint8_t>(scale), at<const uint8_t>(minimum), bytes}, rows, cols, group,
+                  at<uint8_t>(out));
+    });
+    m.def("pack_elements", [](uintptr_t from, int64_t rows, int64_t cols, int bytes, uintptr_t out) {
+        nb::gil_scoped_release unlocked;
+        pack_elements(at<const uint8_t>(from), rows, cols, bytes, at<uint8_t>(out));
+    });
+    m.def("all_finite", [](uintptr_t from, int64_t count, int type) {
+        nb::gil_scoped_release unlocked;
+        return all_finite(at<const void>(from), count, static_cast<Number>(type));
+    });
     m.def("quantized_matmul", [](uintptr_t x, int64_t rows, uintptr_t packed, int64_t n, int64_t k, int group, int bits,
-                                 int scale_bytes, bool has_minimum, uintptr_t out, int64_t stride) {
-        const auto w = matrix(packed, n, k, group, bits, scale_bytes, has_minimum);
+                                 int scale_bytes, bool has_minimum, uintptr_t order, uintptr_t out, int64_t stride) {
+        const auto w = matrix(packed, n, k, group, bits, scale_bytes, has_minimum, order);
         submit([=, run = ops().quantized_matmul] { run(at<const float>(x), rows, w, at<float>(out), stride); });
     });
     m.def("quantized_rows", [](uintptr_t packed, int64_t n, int64_t k, int group, int bits, int scale_bytes, bool has_minimum,
-                               uintptr_t ids, int64_t count, float factor, uintptr_t out) {
-        const auto w = matrix(packed, n, k, group, bits, scale_bytes, has_minimum);
+                               uintptr_t order, uintptr_t ids, int64_t count, float factor, uintptr_t out) {
+        const auto w = matrix(packed, n, k, group, bits, scale_bytes, has_minimum, order);
         submit([=, run = ops().quantized_rows] {
             run(w, at<const int64_t>(ids), count, at<float>(out));
             scale_rows(at<float>(out), count * k, factor);
@@ -139,6 +162,17 @@ NB_MODULE(_native, m) {
     m.def("dense_rows", [](uintptr_t w, int type, int64_t k, uintptr_t ids, int64_t count, float factor, uintptr_t out) {
         submit([=, run = ops().dense_rows] {
             run(at<const void>(w), static_cast<Dense>(type), k, at<const int64_t>(ids), count, at<float>(out));
+            scale_rows(at<float>(out), count * k, factor);
+        });
+    });
+    m.def("fp8_matmul", [](uintptr_t x, int64_t rows, uintptr_t packed, int64_t n, int64_t k, uintptr_t out, int64_t stride) {
+        const Fp8Matrix w{at<const uint8_t>(packed), n, k};
+        submit([=, run = ops().fp8_matmul] { run(at<const float>(x), rows, w, at<float>(out), stride); });
+    });
+    m.def("fp8_rows", [](uintptr_t packed, int64_t k, uintptr_t ids, int64_t count, float factor, uintptr_t out) {
+        const Fp8Matrix w{at<const uint8_t>(packed), 0, k};
+        submit([=, run = ops().fp8_rows] {
+            run(w, at<const int64_t>(ids), count, at<float>(out));
             scale_rows(at<float>(out), count * k, factor);
         });
     });

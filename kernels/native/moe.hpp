@@ -218,7 +218,7 @@ private:
         thread_local std::vector<float> rows;
         rows.resize(tile.count * cols);
         for (int64_t r = 0; r < tile.count; ++r) write(tile.first + r, rows.data() + r * cols);
-        quantize_tile(rows.data(), tile.count, cols, to.tiles, to.tiles.tile(tile.first));
+        quantize_tile(rows.data(), tile.count, cols, nullptr, to.tiles, to.tiles.tile(tile.first));
     }
 
     // out [ordered rows, matrix rows]
@@ -239,7 +239,8 @@ private:
         if (matrices.is_dense) {
             const float* from = x.floats.data() + segment.first * w.num_cols;
             float* to = out + segment.first * stride;
-            if (matrices.type == Dense::bf16) dense_rows_of<Dense::bf16>(from, segment.count, packed, w, first, end, to);
+            if (matrices.type == Dense::e4m3) fp8_panels(from, segment.count, {packed, w.num_rows, w.num_cols}, first, end, to, stride);
+            else if (matrices.type == Dense::bf16) dense_rows_of<Dense::bf16>(from, segment.count, packed, w, first, end, to);
             else if (matrices.type == Dense::f16) dense_rows_of<Dense::f16>(from, segment.count, packed, w, first, end, to);
             else dense_rows_of<Dense::f32>(from, segment.count, packed, w, first, end, to);
             return;

@@ -17,9 +17,19 @@ struct QuantizedMatrix {
     int32_t bits;        // 4 or 8
     int32_t scale_bytes; // 2 (float16) or 4 (float32)
     bool has_minimum;
+    const int32_t* order;  // column i is multiplied with input order[i]; null: with input i
 };
 
-enum class Dense : int32_t { bf16 = 0, f16 = 1, f32 = 2 };
+// 8-bit floats (e4m3) in panels of 16 rows: for each panel the codes [cols, 16], then a scale for each row and group of 128 columns,
+// float [groups, 16].
+struct Fp8Matrix {
+    const uint8_t* packed;
+    int64_t num_rows;
+    int64_t num_cols;
+};
+
+// The last is for experts alone: it has scales.
+enum class Dense : int32_t { bf16 = 0, f16 = 1, f32 = 2, e4m3 = 3 };
 enum class KvType : int32_t { bf16 = 0, fp8 = 1, fp16 = 2 };
 
 // The seals of one layer; null where there are none. Sums are two times 32 bits, the first in the low half of a tag.
@@ -180,6 +190,8 @@ struct Ops {
     void (*add_bias)(float* x, int64_t stride, const float* bias, int64_t rows, int64_t cols);
     void (*gelu_mul)(const float* gate, const float* up, int64_t stride, int64_t rows, int64_t cols, float* out);
     void (*moe)(const MoeCall& call);
+    void (*fp8_matmul)(const float* x, int64_t num_rows, const Fp8Matrix& w, float* out, int64_t out_stride);
+    void (*fp8_rows)(const Fp8Matrix& w, const int64_t* ids, int64_t count, float* out);
 };
 
 const Ops& portable_ops();

@@ -6,6 +6,7 @@
 
 #include "attention.hpp"
 #include "dense_matmul.hpp"
+#include "fp8_matmul.hpp"
 #include "head_matmul.hpp"
 #include "indexer_topk.hpp"
 #include "mla_attention.hpp"
@@ -20,7 +21,7 @@ namespace sluicegate {
 const Ops& SLUICEGATE_OPS() {
     static const Ops ops{SLUICEGATE_OPS_NAME, quantized_matmul, dense_matmul, rms_norm, rotary,
                          silu_mul, kv_write, paged_attention, mla_attention, indexer_topk, head_matmul, layer_norm, open_pages, rekey_pages,
-                         verify_pages, quantized_rows, dense_rows, head_norm, add_bias, gelu_mul, moe};
+                         verify_pages, quantized_rows, dense_rows, head_norm, add_bias, gelu_mul, moe, fp8_matmul, fp8_rows};
     return ops;
 }
 

@@ -38,6 +38,7 @@ struct Activations {
 };
 
 constexpr float kMaxCode = 127 * 256;
+constexpr int kMaxGroup = 128;
 constexpr int64_t kPieceBytes = 128 * 1024;
 
 inline void quantize_group(const float* x, int size, int8_t* high, int8_t* low, float* scale, int32_t* sum) {
@@ -70,22 +71,29 @@ inline void quantize_group(const float* x, int size, int8_t* high, int8_t* low, 
     *sum = total;
 }
 
-inline void quantize_tile(const float* x, int64_t num_rows, int64_t cols, Activations& a, uint8_t* to) {
+// With an order, a group's inputs are gathered before they are rounded.
+inline void quantize_tile(const float* x, int64_t num_rows, int64_t cols, const int32_t* order, Activations& a, uint8_t* to) {
     const int group = a.group;
+    float gathered[kMaxGroup];
     for (int64_t g = 0; g < a.groups; ++g) {
         auto* scales = reinterpret_cast<float*>(to + num_rows * 2 * group);
         auto* sums = reinterpret_cast<int32_t*>(scales + num_rows);
         auto* offsets = scales + 2 * num_rows;
         for (int64_t r = 0; r < num_rows; ++r) {
             auto* high = reinterpret_cast<int8_t*>(to) + r * 2 * group;
-            quantize_group(x + r * cols + g * group, group, high, high + group, scales + r, sums + r);
+            const float* from = x + r * cols + g * group;
+            if (order != nullptr) {
+                for (int i = 0; i < group; ++i) gathered[i] = x[r * cols + order[g * group + i]];
+                from = gathered;
+            }
+            quantize_group(from, group, high, high + group, scales + r, sums + r);
             offsets[r] = scales[r] * static_cast<float>(sums[r]);
         }
         to += num_rows * (2 * group + 12);
     }
 }
 
-void quantize_rows(const float* x, int64_t rows, int64_t cols, int group, Activations& a) {
+void quantize_rows(const float* x, int64_t rows, int64_t cols, const int32_t* order, int group, Activations& a) {
     a.groups = cols / group;
     a.group = group;
     a.bytes.resize(static_cast<size_t>(rows * a.row_bytes()));
@@ -93,7 +101,7 @@ void quantize_rows(const float* x, int64_t rows, int64_t cols, int group, Activa
     const auto body = [&](int64_t tile, int) {
         for (int64_t row = tile * Activations::kTile; row < std::min(rows, (tile + 1) * Activations::kTile);) {
             const int64_t count = Activations::tile_rows(row, rows);
-            quantize_tile(x + row * cols, count, cols, a, a.tile(row));
+            quantize_tile(x + row * cols, count, cols, order, a, a.tile(row));
             row += count;
         }
     };
@@ -319,7 +327,7 @@ void panel_tile(const uint8_t* panel, const QuantizedMatrix& w, const uint8_t* t
 // out [num_rows, stride]: the first w.num_rows columns are written.
 void quantized_matmul(const float* x, int64_t num_rows, const QuantizedMatrix& w, float* out, int64_t stride) {
     thread_local Activations act;
-    quantize_rows(x, num_rows, w.num_cols, w.group_size, act);
+    quantize_rows(x, num_rows, w.num_cols, w.order, w.group_size, act);
     const Activations& activations = act;  // the caller's, not each pool thread's own
     const int64_t panels = (w.num_rows + kLanes - 1) / kLanes;
     const int64_t group_bytes = static_cast<int64_t>(w.group_size) * kLanes * w.bits / 8 +

@@ -210,7 +210,8 @@ void quantized_rows(const QuantizedMatrix& w, const int64_t* ids, int64_t count,
                 const int32_t byte = from[64 * (w.bits == 4 ? quad / 2 : quad) + lane * kQuad + i % kQuad];
                 const int32_t code = w.bits == 8 ? byte - 128 : (quad & 1 ? byte >> 4 : byte & 15);
                 const float value = static_cast<float>(code) * scale;
-                out[row * w.num_cols + g * group + i] = w.has_minimum ? value + minimum : value;
+                const int64_t column = w.order == nullptr ? g * group + i : w.order[g * group + i];
+                out[row * w.num_cols + column] = w.has_minimum ? value + minimum : value;
             }
         }
     });

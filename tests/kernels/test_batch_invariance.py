@@ -1,6 +1,7 @@
 """The promise of the package: a row's bits depend on that row's inputs alone, in every op and backend."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from kernels import _native
 from kernels.backend import Backend
 from kernels.dense_matmul import dense_matmul
+from kernels.fp8_matmul import fp8_matmul
 from kernels.gelu_mul import gelu_mul
 from kernels.head_norm import head_norm
 from kernels.int4_matmul import int4_matmul
@@ -19,7 +21,7 @@ from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 from kernels.rotary.ref import rotary_table
 from kernels.silu_mul import silu_mul
-from kernels.weights import DenseWeight
+from kernels.weights import DenseWeight, Fp8Weight
 
 ROWS = [1, 2, 3, 7, 8, 17, 63, 100]
 WIDTH = 96
@@ -27,7 +29,20 @@ RowOp = Callable[[torch.Tensor, Backend], torch.Tensor]
 
 
 @pytest.fixture(
-    params=["int4", "int8", "bf16", "f16", "f32", "rms_norm", "rotary", "silu_mul", "gelu_mul", "head_norm"]
+    params=[
+        "int4",
+        "int8",
+        "bf16",
+        "f16",
+        "f32",
+        "fp8",
+        "int4 in another order",
+        "rms_norm",
+        "rotary",
+        "silu_mul",
+        "gelu_mul",
+        "head_norm",
+    ]
 )
 def op(request: pytest.FixtureRequest, make_int4, make_int8) -> RowOp:
     """Each op as a function of rows float32 [M, 96] alone; rotary's position is the row's first number, so that it travels along."""
@@ -38,6 +53,8 @@ def op(request: pytest.FixtureRequest, make_int4, make_int8) -> RowOp:
         for name, dtype in (("bf16", torch.bfloat16), ("f16", torch.float16), ("f32", torch.float32))
     }
     table = rotary_table(torch.rand(8), 64)
+    floats = Fp8Weight.from_codes(matrix.to(torch.float8_e4m3fn), torch.rand(70, 1))
+    moved = replace(four, order=torch.randperm(WIDTH, dtype=torch.int32))
 
     def turn(x: torch.Tensor, backend: Backend) -> torch.Tensor:
         turned = x.clone().view(-1, WIDTH // 16, 16)
@@ -52,6 +69,8 @@ def op(request: pytest.FixtureRequest, make_int4, make_int8) -> RowOp:
     ops: dict[str, RowOp] = {
         "int4": lambda x, backend: int4_matmul(x, four, backend=backend),
         "int8": lambda x, backend: int8_matmul(x, eight, backend=backend),
+        "fp8": lambda x, backend: fp8_matmul(x, floats, backend=backend),
+        "int4 in another order": lambda x, backend: int4_matmul(x, moved, backend=backend),
         "rms_norm": lambda x, backend: rms_norm(x, weight, 1e-6, backend=backend),
         "rotary": turn,
         "silu_mul": lambda x, backend: silu_mul(x, backend=backend),

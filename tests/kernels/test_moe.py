@@ -10,7 +10,7 @@ from kernels.expert_weights import ExpertMatrices, Experts
 from kernels.moe import Routing, moe
 from kernels.moe.ref import route_ref
 from kernels.recording import Recording
-from kernels.weights import DenseWeight
+from kernels.weights import DenseWeight, Fp8Weight
 
 HIDDEN, SIZE, EXPERTS = 96, 64, 12
 ROUTINGS = {
@@ -42,6 +42,9 @@ def make_experts(make_int4, make_int8):
                 return make_int4(n, k)
             if kind == "int8":
                 return make_int8(n, k, minimum=True)
+            if kind == "fp8":
+                scale = torch.rand(n, -(-k // 128)) * 0.3
+                return Fp8Weight.from_codes(torch.randn(n, k).to(torch.float8_e4m3fn), scale)
             dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[kind]
             return DenseWeight.from_matrix((torch.randn(n, k) * 0.2).to(dtype))
 
@@ -89,7 +92,7 @@ def test_routing(backend, check_close, make_experts, poisoned, routing):
     check_close("moe", y, exact(x, logits, experts, wanted))
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", "bf16", "f16", "f32"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8", "bf16", "f16", "f32"])
 @pytest.mark.parametrize(("rows", "experts", "hidden", "size"), [(1, 5, 32, 32), (3, 7, 64, 96), (300, 3, 32, 64)])
 def test_weights(backend, check_close, make_experts, poisoned, kind, rows, experts, hidden, size):
     """Any kind of weight, more rows than are taken at a time, and something added; quantized products round their activations."""
@@ -152,7 +155,7 @@ def test_choices_are_ascending_and_distinct():
     assert bool((chosen.diff(dim=1) > 0).all())
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", "f32"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8", "f32"])
 def test_rows_alone_and_in_a_batch(backend, make_experts, kind):
     """A row has the same bits alone as among any number of others, whatever experts those chose."""
     experts, wanted = make_experts(kind), routing_of("sigmoid with bias")

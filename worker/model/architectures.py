@@ -55,8 +55,6 @@ def architecture(name: str, label: str) -> Architecture:
 
 def folder_config(raw: dict[str, Any], label: str) -> tuple[Architecture, ModelConfig]:
     """What a config.json describes; `label` names the file. Raises ModelError."""
-    if raw.get("quantization_config") is not None:
-        raise ModelError(f"{label}: quantization_config is not supported for safetensors")
     fields = Fields(raw, label)
     found = architecture(fields.get("model_type", str), label)
     config = found.read_config(fields)

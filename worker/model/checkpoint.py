@@ -1,6 +1,6 @@
 """What the loader asks of a checkpoint, whatever its format: each tensor by its role, exactly once, and nothing left over."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -8,7 +8,9 @@ import torch
 
 from protocol.model_card import TokenizerSpec
 from worker.model.config import ModelConfig
+from worker.model.digest import FileDigest
 from worker.model.errors import ModelError
+from worker.model.kv_scales import KvScales
 from worker.model.tensors import Rows, is_finite
 
 
@@ -23,6 +25,10 @@ class TensorSource(Protocol):
 
     def read(self, name: str, shape: tuple[int, ...]) -> Rows:
         """One tensor, checked to have this shape; raises ModelError."""
+        ...
+
+    def is_void(self, name: str) -> bool:
+        """Whether a tensor that nobody asked for says nothing."""
         ...
 
     def read_expert(self, name: str, shape: tuple[int, ...], expert: int) -> Rows:
@@ -41,18 +47,19 @@ class TensorName(Protocol):
 @dataclass(slots=True)
 class Checkpoint:
     """An opened checkpoint. `tensor_name` gives the format's name for (role, layer, expert); names in `ignored` and those that begin
-    as one of `ignored_prefixes` hold nothing that is needed."""
+    as one of `ignored_prefixes` hold nothing that is needed; `kv_scales` reads the scales that come along."""
 
     config: ModelConfig
     tokenizer: TokenizerSpec
     source: TensorSource
     tensor_name: TensorName
-    digest: str
+    digest: FileDigest
     label: str
     rope_factors_name: str | None = None
     stacks_experts: bool = False  # one tensor holds a matrix of all experts
     ignored: frozenset[str] = frozenset()
     ignored_prefixes: tuple[str, ...] = ()
+    kv_scales: Callable[[], KvScales | None] = lambda: None
     _taken: set[str] = field(default_factory=set)
 
     def matrix(self, role: str, layer: int | None, shape: tuple[int, int], expert: int | None = None) -> Rows:
@@ -80,8 +87,9 @@ class Checkpoint:
 
     def finish(self) -> None:
         """Raise ModelError if the checkpoint holds a tensor that nobody asked for."""
-        unknown = sorted(set(self.source.names()) - self._taken - self.ignored)
-        unknown = [name for name in unknown if not name.startswith(self.ignored_prefixes)]
+        left = sorted(set(self.source.names()) - self._taken - self.ignored)
+        left = [name for name in left if not name.startswith(self.ignored_prefixes)]
+        unknown = [name for name in left if not self.source.is_void(name)]
         if unknown:
             raise ModelError(f"{self.label}: unknown tensor {unknown[0]!r} ({len(unknown)} in all)")
 

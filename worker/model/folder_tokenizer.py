@@ -7,6 +7,7 @@ from typing import Any
 from protocol.model_card import TokenizerSpec
 from worker.model.added_tokens import is_text
 from worker.model.errors import ModelError
+from worker.model.folder import inside, read_json
 from worker.model.tokenizer_json import check_document, without_tokens
 
 _MAX_TEMPLATE_BYTES = 1 << 20
@@ -14,8 +15,6 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 
 def tokenizer_from_folder(folder: Path, vocab_size: int, config: dict[str, Any]) -> TokenizerSpec:
     """From tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json and generation_config.json. Raises ModelError."""
-    from worker.model.safetensors_file import read_json
-
     document = read_json(folder, "tokenizer.json")
     settings = _optional(folder, "tokenizer_config.json")
     generation = _optional(folder, "generation_config.json")
@@ -97,8 +96,6 @@ def _check_ids(ids: dict[str, Any], vocab_size: int, source: str) -> None:
 
 
 def _optional(folder: Path, name: str) -> dict[str, Any]:
-    from worker.model.safetensors_file import read_json
-
     return read_json(folder, name) if (folder / name).exists() else {}
 
 
@@ -132,8 +129,6 @@ def _first_added(processor: Any) -> str:
 
 
 def _template(folder: Path, settings: dict[str, Any]) -> str | None:
-    from worker.model.safetensors_file import inside
-
     path = inside(folder, "chat_template.jinja")
     if path.is_file():
         if path.stat().st_size > _MAX_TEMPLATE_BYTES:

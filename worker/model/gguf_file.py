@@ -1,20 +1,20 @@
 """A GGUF file as a checkpoint."""
 
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
 import gguf
-import numpy as np
 import torch
 
 from worker.model.checkpoint import Checkpoint
 from worker.model.config import ModelConfig
+from worker.model.digest import single_digest
 from worker.model.errors import ModelError
 from worker.model.gguf_config import gguf_config, tensor_name
 from worker.model.gguf_header import GgufHeader, read_header
 from worker.model.gguf_quants import supports, unpack
 from worker.model.gguf_tokenizer import tokenizer_from_metadata
+from worker.model.opened_file import OpenedFile
 from worker.model.tensors import Rows, permuted
 
 _PLAIN = {
@@ -26,13 +26,13 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 class GgufSource:
-    """Tensors of a GGUF file, memory-mapped."""
+    """Tensors of a GGUF file."""
 
     def __init__(self, header: GgufHeader, config: ModelConfig) -> None:
         self.label = str(header.path)
         self._tensors = header.tensors
         self._config = config
-        self._data = np.memmap(header.path, dtype=np.uint8, mode="r")
+        self._file = OpenedFile(header.path)
 
     def names(self) -> Iterable[str]:
         """All tensors in the file."""
@@ -58,12 +58,16 @@ class GgufSource:
             raise ModelError(f"{self.label}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
         num_bytes = tensor.num_bytes if wanted == shape else tensor.num_bytes // shape[0]
         start = tensor.start + index * num_bytes
-        raw = self._data[start : start + num_bytes]
+        raw = self._file.read(start, num_bytes)
         if tensor.type in _PLAIN:
-            return torch.from_numpy(np.array(raw)).view(_PLAIN[tensor.type]).view(wanted)
+            return torch.from_numpy(raw).view(_PLAIN[tensor.type]).view(wanted)
         if supports(tensor.type) and len(wanted) == 2:
             return unpack(raw, tensor.type, wanted[0])
         raise ModelError(f"{self.label}: tensor {name!r} has type {tensor.type.name}, which is not supported")
+
+    def is_void(self, name: str) -> bool:
+        """None is, whatever its name."""
+        return name not in self._tensors
 
 
 def _half_order(num_rows: int, head_dim: int) -> torch.Tensor:
@@ -81,13 +85,8 @@ def open_gguf(path: Path) -> Checkpoint:
         tokenizer=tokenizer_from_metadata(header.metadata, config.vocab_size, str(path)),
         source=GgufSource(header, config),
         tensor_name=tensor_name,
-        digest=_digest(path),
+        digest=single_digest(path),
         label=str(path),
         rope_factors_name=_ROPE_FACTORS,
         stacks_experts=True,
     )
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from worker.model.scaled_codes import paired
 from worker.model.tensors import QuantizedRows
 
 U8 = npt.NDArray[np.uint8]
@@ -142,6 +143,7 @@ def unpack(raw: U8, kind: gguf.GGMLQuantizationType, num_rows: int) -> Quantized
         codes, scale, minimum = _FORMATS[kind](blocks)
     group_size = codes.shape[2] // scale.shape[2]
     flat = torch.from_numpy(np.ascontiguousarray(codes).reshape(num_rows, -1))
+    flat = paired(flat) if flat.dtype is torch.uint8 else flat
     return QuantizedRows(flat, _matrix(scale), None if minimum is None else _matrix(minimum), group_size)
 
 

@@ -10,7 +10,9 @@ from worker.model.architectures import architecture
 from worker.model.checkpoint import Checkpoint
 from worker.model.config import ModelConfig
 from worker.model.errors import ModelError
+from worker.model.folder import refuse_pickle
 from worker.model.gguf_file import open_gguf
+from worker.model.kv_scales import KvScales
 from worker.model.model import Model
 from worker.model.safetensors_file import open_folder
 
@@ -23,6 +25,7 @@ class LoadedModel:
     config: ModelConfig
     tokenizer: TokenizerSpec
     digest: str
+    kv_scales: KvScales | None = None
 
     def kv_layout(self, num_pages: int, page_size: int, dtype: KvDtype) -> KvLayout:
         """The layout of a KV pool for this model."""
@@ -37,12 +40,18 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise ModelError(f"{path}: no such file or folder")
     if not path.is_file():  # reading a pipe would wait for ever
         raise ModelError(f"{path}: is no regular file")
+    refuse_pickle(path)
     return open_gguf(path)
 
 
 def load_model(path: Path, backend: Backend) -> LoadedModel:
     """Load all weights; every tensor of the checkpoint is used exactly once. Raises ModelError."""
     checkpoint = open_checkpoint(path)
-    model = architecture(checkpoint.config.architecture, checkpoint.label).build(checkpoint, backend)
-    checkpoint.finish()
-    return LoadedModel(model, checkpoint.config, checkpoint.tokenizer, checkpoint.digest)
+    checkpoint.digest.start()
+    try:
+        model = architecture(checkpoint.config.architecture, checkpoint.label).build(checkpoint, backend)
+        scales = checkpoint.kv_scales()
+        checkpoint.finish()
+        return LoadedModel(model, checkpoint.config, checkpoint.tokenizer, checkpoint.digest.result(), scales)
+    finally:
+        checkpoint.digest.stop()

@@ -6,18 +6,42 @@ from dataclasses import dataclass
 import torch
 
 from kernels.errors import KernelError
-from kernels.weights import DenseWeight, Int4Weight, Int8Weight, Weight
+from kernels.packing import all_finite
+from kernels.weights import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, Weight
 from worker.model.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """W[n, k] = codes[n, k] * scale[n, k // group_size] + minimum[n, k // group_size]; uint8 codes are 4-bit, int8 ones 8-bit."""
+    """W[n, order[k]] = codes[n, k] * scale[n, k // group_size] + minimum[n, k // group_size].
+
+    Codes are uint8 [N, K / 2], two 4-bit ones a byte with the lower column in the lower half, or int8 [N, K]. `order` is int32 [K]; where
+    it's None, columns lie as they are multiplied.
+    """
 
     codes: torch.Tensor
     scale: torch.Tensor
     minimum: torch.Tensor | None
     group_size: int
+    order: torch.Tensor | None = None
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 4 if self.codes.dtype is torch.uint8 else 8
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[N, K]."""
+        return self.codes.shape[0], self.codes.shape[1] * 8 // self.bits
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """W[n, k] = codes[n, k] * scale[n, k // 128]; codes e4m3 [N, K], scale float32."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -25,15 +49,17 @@ class QuantizedRows:
         return tuple(self.codes.shape)
 
 
-Rows = QuantizedRows | torch.Tensor  # a tensor is an unquantized matrix
+Rows = QuantizedRows | Fp8Rows | torch.Tensor  # a tensor is an unquantized matrix
 
 
 def permuted(rows: Rows, order: torch.Tensor) -> Rows:
     """Rows in another order."""
     if isinstance(rows, torch.Tensor):
         return rows[order]
+    if isinstance(rows, Fp8Rows):
+        return Fp8Rows(rows.codes.view(torch.uint8)[order].view(rows.codes.dtype), rows.scale[order])
     minimum = None if rows.minimum is None else rows.minimum[order]
-    return QuantizedRows(rows.codes[order], rows.scale[order], minimum, rows.group_size)
+    return QuantizedRows(rows.codes[order], rows.scale[order], minimum, rows.group_size, rows.order)
 
 
 def can_stack(parts: Sequence[Rows]) -> bool:
@@ -46,6 +72,10 @@ def stacked(parts: Sequence[Rows]) -> Rows:
     first = parts[0]
     if isinstance(first, torch.Tensor):
         return torch.cat([part for part in parts if isinstance(part, torch.Tensor)])
+    if isinstance(first, Fp8Rows):
+        floats = [part for part in parts if isinstance(part, Fp8Rows)]
+        codes = torch.cat([part.codes.view(torch.uint8) for part in floats]).view(first.codes.dtype)
+        return Fp8Rows(codes, torch.cat([part.scale for part in floats]))
     quantized = [part for part in parts if isinstance(part, QuantizedRows)]
     minima = [part.minimum for part in quantized if part.minimum is not None]
     return QuantizedRows(
@@ -53,13 +83,16 @@ def stacked(parts: Sequence[Rows]) -> Rows:
         torch.cat([part.scale for part in quantized]),
         torch.cat(minima) if minima else None,
         first.group_size,
+        first.order,
     )
 
 
 def is_finite(rows: Rows) -> bool:
     """Whether no value is NaN or infinite."""
+    if isinstance(rows, Fp8Rows):
+        return all_finite(rows.codes) and all_finite(rows.scale)
     numbers = (rows,) if isinstance(rows, torch.Tensor) else (rows.scale, rows.minimum)
-    return all(bool(torch.isfinite(tensor).all()) for tensor in numbers if tensor is not None)
+    return all(all_finite(tensor) for tensor in numbers if tensor is not None)
 
 
 def packed(rows: Rows, source: str) -> Weight:
@@ -67,10 +100,12 @@ def packed(rows: Rows, source: str) -> Weight:
     try:
         if isinstance(rows, torch.Tensor):
             return DenseWeight.from_matrix(rows)
-        if rows.codes.dtype is torch.uint8:
+        if isinstance(rows, Fp8Rows):
+            return Fp8Weight.from_codes(rows.codes, rows.scale)
+        if rows.bits == 4:
             minimum = torch.zeros_like(rows.scale) if rows.minimum is None else rows.minimum
-            return Int4Weight.from_codes(rows.codes, rows.scale, minimum, rows.group_size)
-        return Int8Weight.from_codes(rows.codes, rows.scale, rows.minimum, rows.group_size)
+            return Int4Weight.from_pairs(rows.codes, rows.scale, minimum, rows.group_size, rows.order)
+        return Int8Weight.from_codes(rows.codes, rows.scale, rows.minimum, rows.group_size, rows.order)
     except KernelError as error:
         raise ModelError(f"{source}: {error}") from None
 
@@ -78,4 +113,7 @@ def packed(rows: Rows, source: str) -> Weight:
 def _format(rows: Rows) -> tuple[object, ...]:
     if isinstance(rows, torch.Tensor):
         return (rows.dtype,)
-    return (rows.codes.dtype, rows.scale.dtype, rows.minimum is None, rows.group_size)
+    if isinstance(rows, Fp8Rows):
+        return (rows.codes.dtype,)
+    order = None if rows.order is None else rows.order.numpy().tobytes()
+    return (rows.codes.dtype, rows.scale.dtype, rows.minimum is None, rows.group_size, order)

@@ -1,5 +1,7 @@
 """Matrix products for GPUs, interpreted: against float64, and row by row against themselves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from kernels.int4_matmul import int4_matmul
 from kernels.int8_matmul import int8_matmul
 from kernels.matmul import matmul
 from kernels.placement import place
-from kernels.weights import DenseWeight, Int4Weight, Int8Weight
+from kernels.weights import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, Weight
 
 DENSE = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
@@ -56,6 +58,35 @@ def test_dense(gpu, check_close, poisoned, m, n, k, dtype):
     check_close(name, y, x.double() @ w.dequantize().double().T)
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (5, 33, 96), (17, 130, 300), (2, 20, 1300)])
+def test_fp8(gpu, check_close, poisoned, m, n, k):
+    """8-bit floats with a scale for each row and 128 columns, in matrices of any size."""
+    scale = torch.rand(n, -(-k // 128)) * 3e-3
+    x, w = activations(m, k), Fp8Weight.from_codes(torch.randn(n, k).to(torch.float8_e4m3fn), scale)
+    y = matmul(x, place(w, gpu), poisoned(m, n), backend=gpu)
+    check_close("gpu_matmul", y, x.double() @ w.dequantize().double().T)
+
+
+def test_every_fp8_code_at_every_place_is_exact(gpu):
+    """Column k of W comes out of a one-hot row exactly, subnormal codes and both zeros too; and so do rows, as embeddings."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 0x7F) != 0x7F][(torch.arange(254).unsqueeze(1) + torch.arange(130)) % 254]
+    scale = torch.tensor([2.0**-7, 2.0**5]).repeat(254, 1)
+    w = Fp8Weight.from_codes(codes.view(torch.float8_e4m3fn), scale)
+    expected = codes.view(torch.float8_e4m3fn).float() * scale.repeat_interleave(128, dim=1)[:, :130]
+    assert torch.equal(expected.T, matmul(torch.eye(130), place(w, gpu), backend=gpu))
+    ids = torch.tensor([253, 0, 8, 7])
+    assert torch.equal(expected[ids], embedding(ids, place(w, gpu), backend=gpu))
+
+
+def test_columns_in_another_order(gpu, check_close, make_int4):
+    """A weight that remembers where its columns belong multiplies its input there; no row of it can be looked up."""
+    x, w = activations(5, 192), replace(make_int4(33, 192, 64), order=torch.randperm(192, dtype=torch.int32))
+    check_close("gpu_matmul", int4_matmul(x, place(w, gpu), backend=gpu), x.double() @ w.dequantize().double().T)
+    with pytest.raises(KernelError, match="order of columns"):
+        embedding(torch.tensor([0]), place(w, gpu), backend=gpu)
+
+
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_every_nibble_at_every_place_is_exact(gpu, group):
     """Column k of W comes out of a one-hot row exactly: for each code, scale, zero point and place."""
@@ -84,11 +115,12 @@ def matrices(make_int4, make_int8):
     torch.manual_seed(1)
     wide = torch.randn(40, 1100)
     dense = {name: DenseWeight.from_matrix(wide.to(dtype)) for name, dtype in DENSE.items()}
-    quantized = {"int4": make_int4(40, 1120), "int8": make_int8(40, 1120, minimum=True)}
+    quantized: dict[str, Weight] = {"int4": make_int4(40, 1120), "int8": make_int8(40, 1120, minimum=True)}
+    quantized["fp8"] = Fp8Weight.from_codes(wide.to(torch.float8_e4m3fn), torch.rand(40, 9))
     return {name: place(w, Backend.GPU) for name, w in (quantized | dense).items()}
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", *DENSE])
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8", *DENSE])
 def test_rows_alone_and_in_a_batch(gpu, matrices, kind):
     """A row's bits are the same alone (its ranges shared by programs) and among 140 (all ranges in one program)."""
     w = matrices[kind]
@@ -98,7 +130,7 @@ def test_rows_alone_and_in_a_batch(gpu, matrices, kind):
         assert torch.equal(together[rows], matmul(x[rows].contiguous(), w, backend=gpu))
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", *DENSE])
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8", *DENSE])
 @pytest.mark.parametrize("fault", [float("nan"), float("inf")])
 def test_a_bad_row_harms_no_other(gpu, matrices, kind, fault):
     """NaN or infinity in a row leaves its neighbours' bits alone, and is not laundered into numbers."""

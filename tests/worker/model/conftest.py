@@ -1,5 +1,6 @@
 """Tiny random models as files, a reference for them in transformers, and a way to run our models over pages."""
 
+import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from kernels.backend import Backend, resolve
 from kernels.kv_pool import KvPool
 from worker.model.load import LoadedModel
+from worker.model.quantization_config import quantization
 from worker.model.step import StepInput
+from worker.model.stored_weights import StoredWeights
+from worker.model.tensor_files import TensorFiles
+from worker.model.tensors import Rows
 
 # Where a block of each quantized type keeps its float16 scales (and minima).
 _SCALE_BYTES = {
@@ -108,6 +113,30 @@ def folder_of(tmp_path: Path, tiny_models: ModuleType) -> Callable[..., Path]:
 def folder(llama_in_transformers: Callable[..., LlamaForCausalLM], folder_of: Callable[..., Path]) -> Path:
     """A folder that loads."""
     return folder_of(llama_in_transformers())
+
+
+@pytest.fixture(scope="session")
+def compressed_tensors() -> Any:
+    """The library of that name. Importing it would import torch's compiler too, seconds and warnings for one function that nobody calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        return importlib.import_module("compressed_tensors")
+
+
+@pytest.fixture
+def read_weight(tmp_path: Path) -> Callable[..., Rows]:
+    """A way to read the weight of module "m" from a file of some tensors: (tensors, quantization_config, shape) -> rows."""
+
+    def read(tensors: Mapping[str, torch.Tensor], config: Any, shape: tuple[int, int]) -> Rows:
+        path = tmp_path / "model.safetensors"
+        save_file(dict(tensors), path)
+        how = quantization({} if config is None else {"quantization_config": config}, "config.json")
+        weights = StoredWeights(TensorFiles(tmp_path, [path], None), how)
+        rows = weights.read("m.weight", shape)
+        assert set(weights.names()) == {"m.weight"}
+        return rows
+
+    return read
 
 
 def _metadata(config: LlamaConfig, alphabet: list[str]) -> dict[str, Any]:

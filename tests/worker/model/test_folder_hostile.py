@@ -197,11 +197,25 @@ def test_header_length(length: int, folder: Path) -> None:
 
 
 def test_pickle_is_not_looked_at(folder: Path) -> None:
-    """Weights in a pickle are no weights."""
-    torch.save({}, folder / "pytorch_model.bin")
+    """Weights in a pickle are refused by name; beside the real ones they are never opened."""
+    os.mkfifo(folder / "pytorch_model.bin")  # opening it would wait for ever
+    load_model(folder, Backend.REF)
     (folder / SINGLE).unlink()
 
-    assert SINGLE in _refusal(folder)
+    assert "pytorch_model.bin: is a pickle" in _refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "model.ckpt", "MODEL.BIN"])
+def test_pickle_by_name(name: str, folder: Path) -> None:
+    """A pickle that the index names, or that is given as the model, is refused before it is opened."""
+    os.mkfifo(folder / name)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}), encoding="utf-8")
+
+    assert name in _refusal(folder)
+    (folder / name).unlink()
+    torch.save({}, folder / name)
+    with pytest.raises(ModelError, match="is a pickle"):
+        load_model(folder / name, Backend.REF)
 
 
 def test_folder_called_like_weights(folder: Path) -> None:
