@@ -55,7 +55,7 @@ class Subject:
         """Weights are loaded once where model and reference are the same. Raises ModelError."""
         model = loaded or load_model(path, resolve(kernels))
         layout = model.kv_layout(1, 1, kv_dtype)
-        return cls(model, kv_dtype, choose(kv_scales, path, model.digest, layout, None))
+        return cls(model, kv_dtype, choose(kv_scales, path, model.digest, layout, model.kv_scales))
 
     @property
     def title(self) -> str:

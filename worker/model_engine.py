@@ -33,7 +33,7 @@ def _prepare(settings: WorkerSettings, backend: Backend) -> Prepared:
     assert settings.model_path is not None
     loaded = load_model(settings.model_path, backend)
     layout = loaded.kv_layout(settings.num_pages, settings.page_size, settings.kv_dtype)
-    scales = choose(settings.kv_scales, settings.model_path, loaded.digest, layout, None)
+    scales = choose(settings.kv_scales, settings.model_path, loaded.digest, layout, loaded.kv_scales)
     kv = _kv_pool(layout, scales, settings)
     card = _card(loaded, settings, int(settings.model_path.stat().st_mtime))
     facts = {

@@ -9,7 +9,7 @@ from kernels.checks import check_rows, output, sizes
 from kernels.dense_matmul import NATIVE_TYPES
 from kernels.errors import KernelError
 from kernels.head_matmul.ref import head_matmul_ref
-from kernels.weights import PANEL_ROWS
+from kernels.packing import PANEL_ROWS
 
 
 @dataclass(frozen=True, slots=True)

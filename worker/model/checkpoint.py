@@ -7,10 +7,10 @@ from typing import Protocol
 import torch
 
 from protocol.model_card import TokenizerSpec
+from worker.kv_scales import KvScales
 from worker.model.config import ModelConfig
 from worker.model.digest import FileDigest
 from worker.model.errors import ModelError
-from worker.model.kv_scales import KvScales
 from worker.model.tensors import Rows, is_finite
 
 

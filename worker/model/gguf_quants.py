@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.model.scaled_codes import paired
-from worker.model.tensors import QuantizedRows
+from worker.model.tensors import QuantizedRows, paired
 
 U8 = npt.NDArray[np.uint8]
 Parts = tuple[npt.NDArray[np.generic], npt.NDArray[np.floating], npt.NDArray[np.floating] | None]

@@ -6,13 +6,13 @@ from pathlib import Path
 from kernels.backend import Backend
 from kernels.kv_pool import KvDtype, KvLayout
 from protocol.model_card import TokenizerSpec
+from worker.kv_scales import KvScales
 from worker.model.architectures import architecture
 from worker.model.checkpoint import Checkpoint
 from worker.model.config import ModelConfig
 from worker.model.errors import ModelError
 from worker.model.folder import refuse_pickle
 from worker.model.gguf_file import open_gguf
-from worker.model.kv_scales import KvScales
 from worker.model.model import Model
 from worker.model.safetensors_file import open_folder
 

@@ -7,7 +7,7 @@ scales become float16 where that changes no value, else float32. With float16 sc
 import torch
 
 from worker.model.errors import ModelError
-from worker.model.tensors import QuantizedRows
+from worker.model.tensors import QuantizedRows, paired, unpaired
 
 _GROUP_SIZES = (128, 64, 32, 16)
 
@@ -40,16 +40,6 @@ def quantized_rows(
         lowest = None if lowest is None else lowest.repeat_interleave(repeats, dim=1)
     lowest = None if lowest is None else lowest.contiguous()
     return QuantizedRows(codes, wide.contiguous(), lowest, taken, None if order is None else order.int())
-
-
-def paired(codes: torch.Tensor) -> torch.Tensor:
-    """4-bit codes uint8 [N, K] as two a byte, [N, K / 2]."""
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
-
-
-def unpaired(pairs: torch.Tensor) -> torch.Tensor:
-    """The inverse of `paired`."""
-    return torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)
 
 
 def columns_taken(codes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
+from worker.kv_scales import KvScales
 from worker.model.awq import read_awq
 from worker.model.compressed_tensors import read_packed, read_plain
 from worker.model.errors import ModelError
 from worker.model.fp8 import read_fp8
 from worker.model.gptq import read_gptq
-from worker.model.kv_scales import KvScales
 from worker.model.quantization_config import Quantization, Scheme
+from worker.model.stored_kv_scales import kv_scales
 from worker.model.tensor_files import FLOATS, TensorFiles
 from worker.model.tensors import Rows
 
@@ -124,7 +125,7 @@ class StoredWeights:
         for (layer, side), name in self._kv_scales.items():
             if layer < num_layers:
                 found[layer, side] = self._files.read_checked(name, self._files.entry(name).shape)
-        return KvScales.from_numbers(found, num_layers, num_kv_heads, self.label)
+        return kv_scales(found, num_layers, num_kv_heads, self.label)
 
     def _explains(self, module: str, part: str) -> bool:
         """Whether a packed tensor can be the module's weight: it's no weight beside one, unless config.json speaks of such tensors."""

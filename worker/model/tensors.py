@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.errors import KernelError
+from kernels.gpu_weights import FP8_GROUP
 from kernels.packing import all_finite
 from kernels.weights import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, Weight
 from worker.model.errors import ModelError
@@ -85,6 +86,32 @@ def stacked(parts: Sequence[Rows]) -> Rows:
         first.group_size,
         first.order,
     )
+
+
+def dequantized(rows: Rows, first: int, last: int) -> torch.Tensor:
+    """Rows [first, last) as float32, exact up to its rounding."""
+    if isinstance(rows, torch.Tensor):
+        return rows[first:last].float()
+    columns = rows.shape[1]
+    if isinstance(rows, Fp8Rows):
+        return rows.codes[first:last].float() * rows.scale[first:last].repeat_interleave(FP8_GROUP, 1)[:, :columns]
+    codes = unpaired(rows.codes[first:last]) if rows.bits == 4 else rows.codes[first:last]
+    values = codes.float() * rows.scale[first:last].float().repeat_interleave(rows.group_size, 1)
+    if rows.minimum is not None:
+        values += rows.minimum[first:last].float().repeat_interleave(rows.group_size, 1)
+    if rows.order is None:
+        return values
+    return torch.empty_like(values).index_copy_(1, rows.order.long(), values)
+
+
+def paired(codes: torch.Tensor) -> torch.Tensor:
+    """4-bit codes uint8 [N, K] as two a byte, [N, K / 2]."""
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def unpaired(pairs: torch.Tensor) -> torch.Tensor:
+    """The inverse of `paired`."""
+    return torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)
 
 
 def is_finite(rows: Rows) -> bool:

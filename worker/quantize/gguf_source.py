@@ -15,7 +15,7 @@ from worker.model.config import ModelConfig
 from worker.model.errors import ModelError
 from worker.model.gguf_header import GgufTensor, read_header
 from worker.model.load import open_checkpoint
-from worker.model.tensors import Rows
+from worker.model.tensors import Rows, dequantized
 from worker.quantize.errors import QuantizeError
 from worker.quantize.shard_writer import TensorLayout
 from worker.quantize.source import SourceTensor
@@ -60,11 +60,7 @@ class GgufSource:
         if isinstance(rows, torch.Tensor):
             values = rows[first:last].float()
             return (values - self._norm_offset if "norm" in name else values).to(torch.bfloat16)
-        scale = rows.scale[first:last].float().repeat_interleave(rows.group_size, 1)
-        values = rows.codes[first:last].float() * scale
-        if rows.minimum is not None:
-            values += rows.minimum[first:last].float().repeat_interleave(rows.group_size, 1)
-        return values.to(torch.bfloat16)
+        return dequantized(rows, first, last).to(torch.bfloat16)
 
     def tokenizer(self) -> TokenizerSpec:
         """See `Source.tokenizer`."""

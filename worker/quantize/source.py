@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from protocol.model_card import TokenizerSpec
 from worker.model.errors import ModelError
+from worker.model.folder import inside, read_json
 from worker.model.folder_tokenizer import tokenizer_from_folder
-from worker.model.safetensors_file import inside, read_json
 from worker.quantize.errors import QuantizeError
 from worker.quantize.shard_writer import DTYPES, TensorLayout
 
