@@ -1,7 +1,7 @@
 """GGUF's quantized formats taken apart into codes, scales and minima, exactly.
 
 Each function takes blocks as uint8 [N, blocks, block bytes] and returns codes [N, blocks, block elements] with scale and minimum
-[N, blocks, groups]. Formats with 4-bit codes give uint8 (0..15), the others int8. The layouts are those of ggml's reference.
+[N, blocks, groups]. Formats with 4-bit codes give uint8, two codes a byte with the lower element in the lower half, the others int8. The layouts are those of ggml's reference.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.model.tensors import QuantizedRows, paired
+from worker.model.tensors import QuantizedRows
 
 U8 = npt.NDArray[np.uint8]
 Parts = tuple[npt.NDArray[np.generic], npt.NDArray[np.floating], npt.NDArray[np.floating] | None]
@@ -28,6 +28,12 @@ def _nibbles(blocks: U8, first: int) -> U8:
     return np.concatenate([raw & 15, raw >> 4], axis=-1)
 
 
+def _pairs(raw: U8) -> U8:
+    """Bytes whose low nibbles are the first half of the codes and the high ones the second -> neighbouring codes two a byte."""
+    even, odd = raw[..., 0::2], raw[..., 1::2]
+    return np.concatenate([(even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)], axis=-1)
+
+
 def _fifth_bits(blocks: U8, first: int) -> U8:
     """32 bits from 4 bytes."""
     return np.unpackbits(blocks[..., first : first + 4], axis=-1, bitorder="little")
@@ -35,11 +41,11 @@ def _fifth_bits(blocks: U8, first: int) -> U8:
 
 def _q4_0(blocks: U8) -> Parts:
     scale = _halves(blocks, 0)
-    return _nibbles(blocks, 2), scale, scale * np.float16(-8)
+    return _pairs(blocks[..., 2:18]), scale, scale * np.float16(-8)
 
 
 def _q4_1(blocks: U8) -> Parts:
-    return _nibbles(blocks, 4), _halves(blocks, 0), _halves(blocks, 2)
+    return _pairs(blocks[..., 4:20]), _halves(blocks, 0), _halves(blocks, 2)
 
 
 def _q5_0(blocks: U8) -> Parts:
@@ -77,7 +83,8 @@ def _interleaved(low: Integers, high: Integers) -> Integers:
 def _q4_k(blocks: U8) -> Parts:
     scales, minima = _six_bit_pairs(blocks[..., 4:16])
     raw = blocks[..., 16:144].reshape(*blocks.shape[:-1], 4, 32)
-    return _interleaved(raw & 15, raw >> 4), _scaled(blocks, 0, scales), -_scaled(blocks, 2, minima)
+    codes = _pairs(raw).reshape(*blocks.shape[:-1], 128)
+    return codes, _scaled(blocks, 0, scales), -_scaled(blocks, 2, minima)
 
 
 def _q5_k(blocks: U8) -> Parts:
@@ -140,9 +147,8 @@ def unpack(raw: U8, kind: gguf.GGMLQuantizationType, num_rows: int) -> Quantized
     blocks = np.asarray(raw).reshape(num_rows, -1, gguf.GGML_QUANT_SIZES[kind][1])
     with np.errstate(all="ignore"):  # a broken file's scales are refused when they are packed
         codes, scale, minimum = _FORMATS[kind](blocks)
-    group_size = codes.shape[2] // scale.shape[2]
+    group_size = codes.shape[2] * (2 if codes.dtype == np.uint8 else 1) // scale.shape[2]
     flat = torch.from_numpy(np.ascontiguousarray(codes).reshape(num_rows, -1))
-    flat = paired(flat) if flat.dtype is torch.uint8 else flat
     return QuantizedRows(flat, _matrix(scale), None if minimum is None else _matrix(minimum), group_size)
 
 
