@@ -39,11 +39,23 @@ inline void load_tokens(const uint8_t* stored, int64_t dim, int64_t count, const
     }
 }
 
-// to[i * lanes + head] = from[head * count + i], 0 in lanes that no head has.
+// to[i * lanes + head] = from[head * count + i], 0 in lanes that no head has. In blocks of 16 by 16: heads lie a power of two apart, and
+// reading one element of each would have them drive each other out of the first-level cache.
 inline void spread_heads(const float* from, int64_t heads, int64_t count, int64_t lanes, float* to) {
-    for (int64_t i = 0; i < count; ++i) {
-        for (int64_t head = 0; head < heads; ++head) to[i * lanes + head] = from[head * count + i];
-        for (int64_t head = heads; head < lanes; ++head) to[i * lanes + head] = 0.0f;
+    alignas(64) float block[kLanes][kLanes];
+    for (int64_t first = 0; first < lanes; first += kLanes) {
+        for (int64_t i = 0; i < count; i += kLanes) {
+            const int64_t width = std::min<int64_t>(kLanes, count - i);
+            for (int64_t lane = 0; lane < kLanes; ++lane) {
+                const int64_t head = first + lane;
+                if (head < heads) std::memcpy(block[lane], from + head * count + i, static_cast<size_t>(width) * sizeof(float));
+                else std::memset(block[lane], 0, sizeof block[lane]);
+            }
+            for (int64_t j = 0; j < width; ++j) {
+                float* line = to + (i + j) * lanes + first;
+                for (int64_t lane = 0; lane < kLanes; ++lane) line[lane] = block[lane][j];
+            }
+        }
     }
 }
 

@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from kernels.backend import Backend, resolve
 from kernels.kv_pool import KvLayout
+from sluicegate.command import main
 from worker.model.errors import ModelError
 from worker.model.load import load_model
+from worker.quantize.kv_calibration import calibrated_kv_scales
 
 Make = Callable[..., Any]
 TOKENS = [258, *((37 * i + i * i) % 256 for i in range(59))]
@@ -83,6 +85,36 @@ def test_a_token_takes_what_is_stored_of_it(architecture: str, tiny_models: Modu
     layout: KvLayout = loaded.kv_layout(10, 16, "fp8")
 
     assert layout.token_bytes == 3 * (44 + 12) + (2 * 24 if architecture == "glm_moe_dsa" else 0)
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "glm_moe_dsa"])
+def test_an_fp8_cache_by_calibrated_scales(architecture: str, tiny_models: ModuleType, tmp_path: Path, paged_run: Make, relative_error: Make) -> None:  # fmt: skip
+    """Scales are found for latent vectors and for the indexer's keys, and leave logits near those of 16 bits."""
+    loaded = load_model(
+        tiny_models.save(tiny_models.make(architecture, index_topk=60, initializer_range=0.1), tmp_path / "model"),
+        resolve("cpu"),
+    )
+    k_scale, v_scale = calibrated_kv_scales(loaded, [TOKENS[:48], TOKENS[8:56]], lambda number: None)
+    assert (3, 1) == tuple(k_scale.shape) == tuple(v_scale.shape)
+    assert bool((k_scale > 1e-3).all())
+    assert [layer == 1 or architecture == "deepseek_v3" for layer in range(3)] == (v_scale < 1e-5).flatten().tolist()
+    run = paged_run(loaded, "fp8")
+    run.pool.k_scale.copy_(k_scale)
+    run.pool.v_scale.copy_(v_scale)
+
+    (exact,), (logits,) = paged_run(loaded, "fp16").feed(("a", TOKENS)), run.feed(("a", TOKENS))
+
+    assert 1e-4 < relative_error(logits, exact) < 0.1
+
+
+def test_a_kimi_model_is_inspected(tiny_models: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `sluicegate model inspect` says of a token is what is stored of it."""
+    folder = tiny_models.save(tiny_models.make("deepseek_v3"), tmp_path / "kimi")
+    as_kimi(folder)
+    assert 0 == main(["model", "inspect", str(folder)])
+    printed = capsys.readouterr().out
+    assert "5, over a latent vector of 44" in printed
+    assert f"{3 * 56 * 2} bytes in bf16, {3 * 56} in fp8" in printed
 
 
 def test_matrices_by_head_are_counted(tiny_models: ModuleType, tmp_path: Path) -> None:
