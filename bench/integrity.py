@@ -15,7 +15,7 @@ from protocol.ids import GatewayId, ModelName, RequestId, TenantId, WorkerId
 from protocol.job import Job, SamplingParams
 from worker.cache.namespace import NamespaceRing
 from worker.engine import Engine, EngineParts
-from worker.model.load import load_model
+from worker.model.load import LoadedModel, load_model
 from worker.model.token_bytes import token_bytes
 from worker.model_executor import ModelExecutor
 
@@ -37,6 +37,22 @@ class Cost:
     ratio: dict[str, float]
 
 
+def new_engine(loaded: LoadedModel, kv: KvPool, backend: Backend, mode: str) -> Engine:
+    """An engine over a pool, in one mode."""
+    parts = EngineParts(
+        executor=ModelExecutor(loaded.model, kv, backend, checks_reads=mode == "full"),
+        namespaces=NamespaceRing(b"b" * 32, loaded.digest, "fp16"),
+        token_bytes=tuple(token_bytes(loaded.tokenizer)),
+        eos_token_ids=frozenset(loaded.tokenizer.eos_token_ids),
+        max_request_tokens=kv.layout.num_pages * PAGE_SIZE,
+        worker_id=WorkerId("bench"),
+        checks_leases=mode != "off",
+        now=time.monotonic,
+        now_ms=lambda: 0,
+    )
+    return Engine(parts, 16, STEP_TOKENS)
+
+
 class _Side:
     """An engine in one mode, with a model of its own: recorded passes belong to one pool."""
 
@@ -52,19 +68,7 @@ class _Side:
 
     def begin(self, num_streams: int, context: int, num_new: int) -> None:
         """A fresh engine whose prompts are computed."""
-        loaded, layout = self._loaded, self._kv.layout
-        parts = EngineParts(
-            executor=ModelExecutor(loaded.model, self._kv, self._backend, checks_reads=self.mode == "full"),
-            namespaces=NamespaceRing(b"b" * 32, loaded.digest, "fp16"),
-            token_bytes=tuple(token_bytes(loaded.tokenizer)),
-            eos_token_ids=frozenset(loaded.tokenizer.eos_token_ids),
-            max_request_tokens=layout.num_pages * PAGE_SIZE,
-            worker_id=WorkerId("bench"),
-            checks_leases=self.mode != "off",
-            now=time.monotonic,
-            now_ms=lambda: 0,
-        )
-        self._engine = Engine(parts, 16, STEP_TOKENS)
+        self._engine = new_engine(self._loaded, self._kv, self._backend, self.mode)
         sampling = SamplingParams(max_tokens=num_new, seed=0, temperature=0.0, ignore_eos=True)
         for number in range(num_streams):
             ids = tuple(int(t) for t in np.random.default_rng(number).integers(100, 40_000, context))

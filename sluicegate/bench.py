@@ -55,14 +55,19 @@ def queue(arguments: Namespace) -> None:
 
 
 def integrity(arguments: Namespace) -> None:
-    """What the integrity modes cost."""
+    """What the integrity modes cost, and what a cached prefix saves."""
     _require_worker()
-    from bench.integrity import measure, table, write
+    from bench import integrity, prefix_reuse
 
     _, path = resolve(arguments.model)
-    costs = measure(path, arguments.turns)
-    write(costs, Path(arguments.out))
-    print(table(costs))
+    if arguments.only != "reuse":
+        costs = integrity.measure(path, arguments.turns)
+        integrity.write(costs, Path(arguments.out))
+        print(integrity.table(costs))
+    if arguments.only != "decode":
+        reuse = prefix_reuse.measure(path, arguments.pairs)
+        prefix_reuse.write(reuse, Path(arguments.out))
+        print(prefix_reuse.table(reuse))
 
 
 def kernels(arguments: Namespace) -> None:

@@ -358,9 +358,15 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--no-worker", action="store_true", help="leave out the starts of real workers")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
     more = "\n\nAll modes take turns over the same steps; compare ratios, not times."
-    parser = _add(actions, "integrity", "bench:integrity", "what checks of the KV cache add to a decode step", more)
+    parser = _add(
+        actions, "integrity", "bench:integrity", "what checks of the KV cache cost, and what cached prefixes save", more
+    )
     _model_to_measure(parser)
     parser.add_argument("--turns", type=_whole(3, 10_000), metavar="N", default=30, help="turns of each mode and row")
+    parser.add_argument(
+        "--pairs", type=_whole(1, 1000), metavar="N", default=5, help="prompts without and with a cached prefix"
+    )
+    parser.add_argument("--only", choices=("decode", "reuse"), help="only what checks cost, or only what prefixes save")
     parser = _add(actions, "kernels", "bench:kernels", "time the matrix products alone")
     parser.add_argument("--kernels", choices=("auto", "ref", "cpu", "gpu"), default="auto", help="implementation")
     parser = _add(actions, "quality", "bench:quality", "compare perplexity and logits with a float32 model's")
