@@ -77,7 +77,9 @@ class Scheduler:
             tokens = sequence.tokens[depth * size : (depth + 1) * size]
             parent, digest = sequence.digest(depth - 1, size), sequence.digest(depth, size)
             landmarks = sequence.landmarks(depth * size, (depth + 1) * size)
-            self.cache.publish(parent, digest, sequence.table.leases[depth], tokens, depth, landmarks)
+            if depth == 0 or self.cache.index.holds(sequence.known):
+                self.cache.publish(parent, digest, sequence.table.leases[depth], tokens, depth, landmarks)
+                sequence.known = self.cache.index.get(digest, parent, tokens)
             sequence.num_published += 1
 
     def finish(self, sequence: Sequence) -> None:
@@ -126,6 +128,7 @@ class Scheduler:
         sequence.table.adopt(leases, keys)
         sequence.digests = digests
         sequence.num_published = len(leases)
+        sequence.known = self.cache.index.at(leases[-1].page) if leases else None
         sequence.num_computed = len(leases) * self.cache.page_size
         sequence.state = State.RUNNING
         self.running.append(sequence)
@@ -178,6 +181,7 @@ class Scheduler:
         # The deepest page first: prefixes are evicted from their ends.
         self.cache.release(reversed(sequence.table.clear()))
         sequence.digests = []
+        sequence.known = None
         sequence.num_computed = sequence.num_published = 0
 
     def check_invariants(self) -> None:

@@ -15,6 +15,7 @@ from protocol.replies import FinishReason, TokenLogprob
 from protocol.routing import Trail
 from worker.cache.namespace import Namespace
 from worker.cache.page_table import PageTable
+from worker.cache.prefix_index import Node
 from worker.sampling import SamplerRow
 from worker.text import TextStream
 
@@ -72,8 +73,8 @@ class Sequence:
     `tokens` are prompt and output. KV of tokens [0, num_computed) lies in the pages of `table`; the engine's one rule is that
     tokens[num_computed:] are still to be computed, whether it is the whole prompt, a chunk's rest, all of it after a preemption, or
     the one token of a decode step. `digests` name the prefixes of whole pages known so far; the first `num_published` pages were
-    offered to the prefix index or came from it. `repeated` are tokens that the client has, which are computed again for what else must be known
-    of them. `trail` gives the digests by which other jobs find its pages in this worker.
+    offered to the prefix index or came from it; `known` is the index' node of the last of them, if it is there. `repeated` are tokens that
+    the client has, which are computed again for what else must be known of them. `trail` gives the digests by which other jobs find its pages in this worker.
     """
 
     request: Request
@@ -86,6 +87,7 @@ class Sequence:
     table: PageTable = field(default_factory=PageTable)
     digests: list[bytes] = field(default_factory=list)
     num_published: int = 0
+    known: Node | None = None
     finish_reason: FinishReason | None = None
     repeated: deque[int] = field(default_factory=deque)
     admitted_at: int = 0

@@ -5,11 +5,10 @@ is a digest under that key. The encoding of the fields is injective: each is typ
 """
 
 import hashlib
+import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from protocol.ids import TenantId
 from protocol.signing import derive_key
@@ -58,7 +57,7 @@ class Namespace:
 
     def chain(self, parent: bytes, tokens: Sequence[int]) -> bytes:
         """The digest of a prefix that ends with a whole page of `tokens`, given that of the prefix before."""
-        content = parent + np.asarray(tokens, dtype="<i4").tobytes()
+        content = parent + struct.pack(f"<{len(tokens)}i", *tokens)
         return hashlib.blake2b(content, key=self.key, digest_size=CHAIN_DIGEST_BYTES).digest()
 
     def page_key(self, digest: bytes, tag: int, *, is_whole: bool) -> int:

@@ -38,7 +38,7 @@ class PageCache:
         for start in range(0, (len(tokens) - 1) // size * size, size):
             page_tokens = tuple(tokens[start : start + size])
             digest = namespace.chain(parent, page_tokens)
-            node = self.index.get(digest, page_tokens)
+            node = self.index.get(digest, parent, page_tokens)
             if node is None:
                 break
             self.index.touch(digest)

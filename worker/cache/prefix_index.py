@@ -37,12 +37,24 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def get(self, digest: bytes, tokens: Sequence[int]) -> Node | None:
-        """The node of a prefix. Tokens are compared too: a colliding digest is a miss."""
+    def get(self, digest: bytes, parent: bytes, tokens: Sequence[int]) -> Node | None:
+        """The node that goes on from `parent` with `tokens`. Both are compared: a colliding digest is a miss.
+
+        Who asks from the root on, node by node, has then compared every token and the namespace, whose root is its own.
+        """
         node = self._nodes.get(digest)
-        if node is None or node.tokens != tuple(tokens):
+        if node is None or node.parent != parent or node.tokens != tuple(tokens):
             return None
         return node
+
+    def at(self, page: PageId) -> Node | None:
+        """The node on a page."""
+        digest = self._by_page.get(page)
+        return None if digest is None else self._nodes[digest]
+
+    def holds(self, node: Node | None) -> bool:
+        """Whether this very node is still there: another prefix of a colliding digest may have come in its place."""
+        return node is not None and self._nodes.get(node.digest) is node
 
     def insert(
         self,
@@ -53,7 +65,10 @@ class PrefixIndex:
         depth: int,
         landmarks: Sequence[bytes] = (),
     ) -> bool:
-        """Add a page; False if the prefix is known already, or its parent is not (a hole would never be found)."""
+        """Add a page; False if the digest is known already, or its parent is not (a hole would never be found).
+
+        The caller has seen (`get`, `holds`) that the node of `parent` is the prefix that this page goes on from.
+        """
         if digest in self._nodes or (depth > 0 and parent not in self._nodes):
             return False
         self._nodes[digest] = Node(digest, parent, page, tuple(tokens), depth, tuple(landmarks))

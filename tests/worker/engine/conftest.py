@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kernels.backend import resolve
 from kernels.kv_pool import KvPool
@@ -114,6 +115,22 @@ def lab(smollm2_path: Path) -> Lab:
 def lab_of() -> type[Lab]:
     """Makes a lab of any loaded model."""
     return Lab
+
+
+@pytest.fixture(scope="session")
+def small_lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """A lab with a small random model: 256 tokens, one for each byte."""
+    folder = tmp_path_factory.mktemp("small")
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1,
+        max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: place for place, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Lab(load_model(folder, resolve("cpu")))
 
 
 @pytest.fixture(scope="session")
