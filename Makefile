@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(shell find kernels/native -name '*.cpp' -o -name '*.hpp') CMakeLists.txt
 
-.PHONY: setup up test check format lint types architecture bench bench-peers bench-gpu chaos soak clean
+.PHONY: setup up test check format lint types architecture bench bench-peers bench-gpu chaos soak soak-integrity probes clean
 
 setup: $(VENV)/.native
 
@@ -52,6 +52,16 @@ chaos: setup
 REQUESTS ?= 200000
 soak: setup
 	SOAK_REQUESTS=$(REQUESTS) $(BIN)/python -m pytest tests/chaos/test_soak.py
+
+# Mixed traffic over a short pool in `full` mode: every alarm would be a false one.
+MINUTES ?= 15
+soak-integrity: setup
+	SOAK_INTEGRITY_MINUTES=$(MINUTES) $(BIN)/python -m pytest -s -n 0 tests/worker/engine/test_integrity_soak.py
+
+# Whether a tenant can tell what another asked, with the default model; the tests use a small one.
+PROBES ?= 200
+probes: setup
+	ISOLATION_MODEL=smollm2-135m-instruct ISOLATION_PROBES=$(PROBES) $(BIN)/python -m pytest -s -n 0 tests/worker/engine/test_isolation.py
 
 bench: setup
 	$(BIN)/sluicegate bench kernels
