@@ -1,37 +1,15 @@
 """GET /openapi.json: the API as a document, written from the tables that validation uses."""
 
-from typing import Any
-
 from aiohttp import web
 
+from gateway.admin import description
 from gateway.intake import field_table as table
 from gateway.intake.field_table import Boolean, Integer, Number, Row, Special, Text
 from gateway.parts import PARTS
 from gateway.routing import SESSION_HEADER
+from gateway.schema_parts import COUNT, NULL_TEXT, TEXT, Schema, answer, array, closed_record, operation, record, ref
 from gateway.settings import GatewaySettings
 from protocol.routing import MAX_SESSION_LENGTH
-
-Schema = dict[str, Any]
-
-_STATUSES = {
-    400: "A field or the request itself is wrong; `param` names the field.",
-    401: "The API key is missing or wrong.",
-    403: "The API key may not do this.",
-    404: "There is no such model or route.",
-    405: "The route takes another method.",
-    408: "The request did not arrive in time.",
-    413: "The body is too large.",
-    415: "The body is not uncompressed JSON.",
-    417: "The expectation cannot be met.",
-    429: "A limit is reached or a queue is full; Retry-After says when to try again.",
-    431: "The headers are too large.",
-    500: "The server had an error.",
-    503: "Nobody can serve this now; Retry-After says when to try again.",
-    504: "The request's time limit has passed.",
-}
-_TEXT: Schema = {"type": "string"}
-_NULL_TEXT: Schema = {"type": ["string", "null"]}
-_COUNT: Schema = {"type": "integer", "minimum": 0}
 
 
 async def openapi(request: web.Request) -> web.Response:
@@ -40,22 +18,27 @@ async def openapi(request: web.Request) -> web.Response:
 
 
 def document(settings: GatewaySettings) -> Schema:
-    """OpenAPI 3.1 of the inference API with this gateway's limits."""
+    """OpenAPI 3.1 of the inference API with this gateway's limits, of usage, and of the admin API."""
     chat = _request(settings, table.CHAT, table.CHAT_UNSUPPORTED)
     text = _request(settings, (table.prompt(settings.max_prompts), *table.COMPLETION), table.COMPLETION_UNSUPPORTED)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Sluicegate", "version": "1", "description": "OpenAI-compatible text generation."},
+        "info": {
+            "title": "Sluicegate",
+            "version": "1",
+            "description": "OpenAI-compatible text generation, and its administration.",
+        },
         "security": [{"key": []}],
         "paths": {
             "/v1/chat/completions": {"post": _generation("Answer a conversation", "ChatRequest", "ChatCompletion")},
             "/v1/completions": {"post": _generation("Continue a text", "CompletionRequest", "Completion")},
-            "/v1/models": {"get": _operation("List models", _json("ModelList"))},
+            "/v1/models": {"get": operation("List models", answer("ModelList"))},
             "/v1/models/{model}": {"get": _one_model()},
+            **description.paths(),
         },
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-            "schemas": {"ChatRequest": chat, "CompletionRequest": text, **_answers()},
+            "schemas": {"ChatRequest": chat, "CompletionRequest": text, **_answers(), **description.schemas()},
         },
     }
 
@@ -88,59 +71,37 @@ def row_schema(row: Row) -> Schema:
     return {**schema, "description": row.text} if row.text else schema
 
 
-def _generation(summary: str, request: str, answer: str) -> Schema:
-    content = {"application/json": {"schema": _ref(request)}}
-    ok = _json(answer)
-    ok["content"]["text/event-stream"] = {"schema": _object(data=_TEXT)}
+def _generation(summary: str, request: str, name: str) -> Schema:
+    content = {"application/json": {"schema": ref(request)}}
+    ok = answer(name)
+    ok["content"]["text/event-stream"] = {"schema": record(data=TEXT)}
     session = {
         "name": SESSION_HEADER, "in": "header", "required": False,
         "description": "Requests of one session go to one worker while that has room.",
         "schema": {"type": "string", "pattern": f"^[!-~]{{1,{MAX_SESSION_LENGTH}}}$"},
     }  # fmt: skip
     body = {"required": True, "content": content}
-    return {**_operation(summary, ok), "parameters": [session], "requestBody": body}
+    return {**operation(summary, ok), "parameters": [session], "requestBody": body}
 
 
 def _one_model() -> Schema:
     name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    return {**_operation("Describe a model", _json("Model")), "parameters": [name]}
-
-
-def _operation(summary: str, ok: Schema) -> Schema:
-    errors = {str(status): {**_json("Error"), "description": text} for status, text in _STATUSES.items()}
-    return {"summary": summary, "responses": {"200": ok, **errors}}
-
-
-def _json(name: str) -> Schema:
-    return {"description": "OK", "content": {"application/json": {"schema": _ref(name)}}}
-
-
-def _ref(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def _object(*, closed: bool = False, **properties: Schema) -> Schema:
-    schema: Schema = {"type": "object", "required": list(properties), "properties": properties}
-    return {**schema, "additionalProperties": False} if closed else schema
-
-
-def _list(item: Schema) -> Schema:
-    return {"type": "array", "items": item}
+    return {**operation("Describe a model", answer("Model")), "parameters": [name]}
 
 
 def _answers() -> Schema:
-    usage = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
-    head: Schema = {"id": _TEXT, "created": _COUNT, "model": _TEXT, "usage": usage}
+    usage = record(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT)
+    head: Schema = {"id": TEXT, "created": COUNT, "model": TEXT, "usage": usage}
     finish: Schema = {"enum": ["stop", "length"]}
     logprobs: Schema = {"type": ["object", "null"]}
-    message = _object(role={"const": "assistant"}, content=_TEXT, refusal={"type": "null"})
-    chat = _object(index=_COUNT, message=message, logprobs=logprobs, finish_reason=finish)
-    text = _object(index=_COUNT, text=_TEXT, logprobs=logprobs, finish_reason=finish)
-    error = _object(closed=True, message=_TEXT, type=_TEXT, param=_NULL_TEXT, code=_NULL_TEXT)
+    message = record(role={"const": "assistant"}, content=TEXT, refusal={"type": "null"})
+    chat = record(index=COUNT, message=message, logprobs=logprobs, finish_reason=finish)
+    text = record(index=COUNT, text=TEXT, logprobs=logprobs, finish_reason=finish)
+    error = closed_record(message=TEXT, type=TEXT, param=NULL_TEXT, code=NULL_TEXT)
     return {
-        "ChatCompletion": _object(object={"const": "chat.completion"}, choices=_list(chat), **head),
-        "Completion": _object(object={"const": "text_completion"}, choices=_list(text), **head),
-        "Model": _object(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT),
-        "ModelList": _object(object={"const": "list"}, data=_list(_ref("Model"))),
-        "Error": _object(closed=True, error=error),
+        "ChatCompletion": record(object={"const": "chat.completion"}, choices=array(chat), **head),
+        "Completion": record(object={"const": "text_completion"}, choices=array(text), **head),
+        "Model": record(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT),
+        "ModelList": record(object={"const": "list"}, data=array(ref("Model"))),
+        "Error": closed_record(error=error),
     }

@@ -28,7 +28,7 @@ async def usage_response(
     parts: Parts, request: web.Request, tenants: list[TenantId], parameters: set[str]
 ) -> web.Response:
     """Usage of tenants as the query wants it: by hour, day or request, as JSON or CSV. Raises ApiError."""
-    query = _query(request, parameters)
+    query = query_of(request, parameters)
     form = query.pop("format", "json")
     if form not in ("json", "csv"):
         raise bad_request("Invalid 'format': must be json or csv.", "format")
@@ -49,7 +49,8 @@ async def _within_deadline(reading: Awaitable[list[dict[str, Any]]]) -> list[dic
         return await reading
 
 
-def _query(request: web.Request, parameters: set[str]) -> dict[str, str]:
+def query_of(request: web.Request, parameters: set[str]) -> dict[str, str]:
+    """The query's parameters, each known and there once. Raises ApiError."""
     for name in request.query:
         if name not in parameters or len(request.query.getall(name)) > 1:
             raise bad_request("Unknown or repeated query parameter.", name[:64])

@@ -13,8 +13,10 @@ GatewayId = NewType("GatewayId", str)
 ModelName = NewType("ModelName", str)
 
 # Braces would move a Redis key to another cluster slot, and colons would let one name run into the next part of a key.
-_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+TENANT_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+MODEL_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}"
+_TENANT = re.compile(TENANT_PATTERN)
+_MODEL = re.compile(MODEL_PATTERN)
 
 
 def new_request_id() -> RequestId:

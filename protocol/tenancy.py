@@ -24,7 +24,8 @@ MAX_METADATA = 64
 MAX_TEXT = 512
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 1000.0
 _KEY = re.compile(r"[\x21-\x7e]{8,256}")
-_SHARE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+SHARE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+_SHARE = re.compile(SHARE_PATTERN)
 # A space can't be part of a key, so this message can't be one that `key_digest` signs.
 _RECORD_PURPOSE = b"sluicegate/v1 stored record"
 

@@ -8,7 +8,7 @@ from aiohttp import web
 from gateway.admin.door import Desk, listed
 from gateway.audit_log import AuditEntry, AuditLog
 from gateway.tenancy_json import moment_text
-from gateway.usage_routes import usage_response
+from gateway.usage_routes import query_of, usage_response
 from gateway.usage_view import Selection
 from protocol.ids import parse_tenant_id
 
@@ -22,7 +22,7 @@ async def all_usage(desk: Desk) -> web.Response:
 
 async def audit(desk: Desk) -> web.Response:
     """The audit's latest entries in order of time: `from`, `to`, `limit`, `kind` (`key` for all of them), `tenant`."""
-    query = dict(desk.request.query)
+    query = query_of(desk.request, {"from", "to", "limit", "kind", "tenant"})
     kind, tenant = query.pop("kind", ""), query.pop("tenant", "")
     wanted = Selection.parse({"from": "0", **query}, desk.parts.watch.now_ms())
     log = AuditLog(desk.parts.link.commands, desk.parts.link.keys)
