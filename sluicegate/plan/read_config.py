@@ -67,7 +67,9 @@ def read_shape(raw: Any, name: str, label: str) -> ModelShape:
         context=fields.number("max_position_embeddings", high=1 << 30),
         is_tied=fields.flag("tie_word_embeddings"),
         norms_per_layer=4 if family == "gemma3_text" else 2,
-        num_mtp=fields.number("num_nextn_predict_layers", low=0, high=16, default=0) if family != "qwen3_moe" else 0,
+        num_mtp=fields.number("num_nextn_predict_layers", "num_mtp_layers", low=0, high=16, default=0)
+        if family != "qwen3_moe"
+        else 0,
         mtp_copies=family in MTP_COPIES,
         num_window_layers=_num_window_layers(fields, num_layers) if family == "gemma3_text" else 0,
         window=fields.number("sliding_window", high=1 << 30) if family == "gemma3_text" else 0,
