@@ -69,7 +69,7 @@ def probed_lab(request: pytest.FixtureRequest):
     named = os.environ.get("ISOLATION_MODEL")
     if not named:
         return request.getfixturevalue("small_lab")
-    return request.getfixturevalue("make_lab")(load_model(find_model(named)[1], resolve("cpu")))
+    return request.getfixturevalue("lab_of")(load_model(find_model(named)[1], resolve("cpu")))
 
 
 @dataclass(frozen=True, slots=True)
