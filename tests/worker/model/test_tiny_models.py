@@ -25,6 +25,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one layer": {"num_hidden_layers": 1},
     "odd vocabulary and ffn": {"vocab_size": 317, "intermediate_size": 100},
     "linear rope": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    "yarn rope": {
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0
+        }
+    },
     "llama3 rope": {
         "rope_parameters": {
             "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
