@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.launch import EXACT, OUT_TILE, capability, row_tile
+from kernels.gpu.launch import EXACT, MAX_ROW_TILE, OUT_TILE, capability, row_tile
 from kernels.gpu.ranges import RANGE_COLUMNS
 from kernels.gpu.rows import rounded_rows
 from kernels.gpu_weights import GpuDenseWeight
@@ -193,7 +193,10 @@ class _Order:
 def _order(chosen: torch.Tensor, num_experts: int) -> _Order:
     """Only whole numbers, and as many tiles as there could be: those past the last have no rows."""
     num_pairs, device = chosen.numel(), chosen.device
-    rows = row_tile(num_pairs, capability(device))
+    version = capability(device)
+    # Where few rows may have a small tile, many get one of half the usual size: an expert has few rows, and addresses of gathered rows take registers.
+    has_one_tile = row_tile(1, version) == MAX_ROW_TILE
+    rows = MAX_ROW_TILE if has_one_tile else min(row_tile(num_pairs, version), MAX_ROW_TILE // 2)
     experts, order = torch.sort(chosen.flatten(), stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(num_pairs, device=device))
     counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
