@@ -17,9 +17,7 @@ def add_quality(commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
     )
     parser = add(commands, "calibrate", "quality:calibrate", "find scales for an FP8 KV cache", more)
     parser.add_argument("model", metavar="MODEL", help="a known model's name, a GGUF file, or a Hugging Face folder")
-    parser.add_argument(
-        "--out", metavar="FILE", help="where to store them (default: in the folder, or beside the file)"
-    )
+    parser.add_argument("--out", metavar="FILE", help="where to store them (default: beside the model)")
     _calibration_tokens(parser, 8192)
     _add_eval(commands, add)
 

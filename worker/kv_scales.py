@@ -45,8 +45,9 @@ class KvScales:
 
 
 def default_file(model: Path) -> Path:
-    """Where a model's calibrated scales lie: in its folder, or beside its file."""
-    return model / FILE if model.is_dir() else model.with_name(f"{model.stem}.{FILE}")
+    """Where a model's calibrated scales lie: beside its folder or file. In a folder, other engines would take the file for weights."""
+    whole = model.resolve()
+    return whole.with_name(f"{whole.name}.{FILE}")
 
 
 def choose(choice: str, model: Path, digest: str, layout: KvLayout, stored: KvScales | None) -> KvScales:

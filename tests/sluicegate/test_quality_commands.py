@@ -88,7 +88,7 @@ def test_calibrate_and_eval(folder: Path, tmp_path: Path) -> None:
     """Scales appear beside the model and are used; figures, table and picture agree with each other."""
     done = _sluicegate("calibrate", folder, "--calibration-tokens", 1024)
     assert (0, "") == (done.returncode, done.stderr)
-    scales = load_file(folder / "kv_scales.safetensors")
+    scales = load_file(folder.with_name("tiny.kv_scales.safetensors"))
     assert {"k_scale": (2, 2), "v_scale": (2, 2)} == {name: tuple(tensor.shape) for name, tensor in scales.items()}
     assert all(0 < float(tensor.min()) < 0.5 for tensor in scales.values())
 

@@ -51,17 +51,17 @@ def test_which_scales_are_used(model: Path) -> None:
     assert {("auto", False): "1", ("auto", True): "checkpoint", ("1", False): "1", ("1", True): "1"} == used
     assert stored is choose("checkpoint", model, DIGEST, LAYOUT, stored)
     write(default_file(model), _scales(), DIGEST, {})
-    assert model / FILE == default_file(model)
+    assert model.with_name(f"model.{FILE}") == default_file(model)
     assert "calibrated" == choose("auto", model, DIGEST, LAYOUT, stored).origin
-    assert "calibrated" == choose(str(model / FILE), model, DIGEST, LAYOUT, stored).origin
+    assert "calibrated" == choose(str(default_file(model)), model, DIGEST, LAYOUT, stored).origin
     assert "1.0" == choose("auto", model, DIGEST, HALF, stored).fingerprint
     for choice, layout, own, named in (
         ("checkpoint", LAYOUT, None, "has no KV scales"), (str(model / "x"), LAYOUT, None, "no such file of KV scales"),
-        (str(model / FILE), HALF, None, "only an fp8 KV cache has scales"), ("checkpoint", HALF, stored, "only an fp8 KV cache has scales"),
+        (str(default_file(model)), HALF, None, "only an fp8 KV cache has scales"), ("checkpoint", HALF, stored, "only an fp8 KV cache has scales"),
     ):  # fmt: skip
         with pytest.raises(ModelError, match=named):
             choose(choice, model, DIGEST, layout, own)
-    assert Path("/x/model.kv_scales.safetensors") == default_file(Path("/x/model.gguf"))
+    assert Path("/x/model.gguf.kv_scales.safetensors") == default_file(Path("/x/model.gguf"))
 
 
 def test_other_numbers_are_other_pages() -> None:

@@ -47,10 +47,7 @@ class Manifest:
 
 
 def open_result(folder: Path, settings: dict[str, Any]) -> Manifest:
-    """The manifest of a new folder, or of one that a run with the same settings began. Raises QuantizeError for any other."""
-    if not folder.parent.is_dir():
-        raise QuantizeError(f"{folder.parent}: no such folder")
-    folder.mkdir(exist_ok=True)
+    """The manifest of an empty folder, or of one that a run with the same settings began. Raises QuantizeError for any other."""
     path = folder / MANIFEST
     if not path.exists():
         strange = [entry.name for entry in folder.iterdir() if entry.name != MANIFEST + ".part"]
@@ -74,7 +71,10 @@ def open_result(folder: Path, settings: dict[str, Any]) -> Manifest:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Keeps other processes of this command out of the folder; one that dies lets go. Raises QuantizeError if another is at work."""
+    """Makes the folder if need be and keeps other processes of this command out; one that dies lets go. Raises QuantizeError if one is at work."""
+    if not folder.parent.is_dir():
+        raise QuantizeError(f"{folder.parent}: no such folder")
+    folder.mkdir(exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:

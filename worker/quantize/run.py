@@ -65,8 +65,8 @@ def quantize(
 ) -> None:
     """Write the result, or what is missing of it. Raises QuantizeError and OSError; what is finished then stays for the next run."""
     _check_apart(source, folder)
-    manifest = open_result(folder, settings)
     with only_writer(folder):
+        manifest = open_result(folder, settings)
         for left in folder.glob("*.part"):
             left.unlink()
         manifest.check_source(source.files())

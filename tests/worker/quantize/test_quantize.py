@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from worker.quantize.errors import QuantizeError
 from worker.quantize.job import Options, prepare
-from worker.quantize.manifest import MANIFEST
+from worker.quantize.manifest import MANIFEST, only_writer
 from worker.quantize.packing import unpacked_parts
 from worker.quantize.rounding import Precision
 
@@ -161,6 +161,14 @@ def test_what_is_refused(make_folder: Make, tmp_path: Path) -> None:
         with pytest.raises(QuantizeError, match=named):
             _run(source, folder, Options())
     assert ["diary.txt"] == [path.name for path in foreign.iterdir()]
+
+
+def test_one_process_at_a_time(make_folder: Make, tmp_path: Path) -> None:
+    """While one writes a folder, another is told so."""
+    source, result = make_folder(), tmp_path / "result"
+    with only_writer(result), pytest.raises(QuantizeError, match="another process is writing it"):
+        _run(source, result, Options())
+    _run(source, result, Options())
 
 
 def test_another_source_is_not_mixed_in(make_folder: Make, tmp_path: Path) -> None:
