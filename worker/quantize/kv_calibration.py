@@ -22,22 +22,46 @@ def calibrated_kv_scales(
     """Scales of keys and of values, float32 [num_layers, num_kv_heads] each. `progress` is told of each window, twice."""
     longest = max(len(window) for window in windows)
     pool = KvPool.allocate(loaded.kv_layout(-(-longest // PAGE_SIZE), PAGE_SIZE, "bf16"))
-    largest = [torch.zeros_like(pool.k_scale), torch.zeros_like(pool.v_scale)]
+    sides = [_Side(pool.k), _Side(pool.v)]
     for window in windows:
-        for stored, most in zip(_run(loaded, pool, window), largest, strict=True):
-            torch.maximum(most, stored.abs().amax(dim=2), out=most)
+        for side, stored in zip(sides, _run(loaded, pool, window), strict=True):
+            side.see(stored)
         progress(1)
-    # A head that stores nothing but zeros has some scale too.
-    least = [(most * HEADROOM / E4M3_MAX).clamp_(min=2.0**-20) for most in largest]
-    errors = [torch.zeros(len(_STEPS), *scale.shape, dtype=torch.float64) for scale in least]
     for window in windows:
-        for stored, scale, sums in zip(_run(loaded, pool, window), least, errors, strict=True):
-            for number, step in enumerate(_STEPS):
-                sums[number] += _squared_error(stored, scale * step)
+        for side, stored in zip(sides, _run(loaded, pool, window), strict=True):
+            side.judge(stored)
         progress(1)
-    steps = torch.tensor(_STEPS)
-    k_scale, v_scale = (scale * steps[sums.argmin(dim=0)] for scale, sums in zip(least, errors, strict=True))
-    return k_scale, v_scale
+    layout = pool.layout
+    v_scale = torch.ones_like(pool.v_scale)  # also of layers without values
+    v_scale[[layer for layer in range(layout.num_layers) if layout.value_index(layer) >= 0]] = sides[1].best()
+    return sides[0].best(), v_scale
+
+
+class _Side:
+    """Keys or values: first the largest of each layer and head, then the error that each scale would make."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        shape = memory.shape[0], memory.shape[2]
+        self._largest = torch.zeros(shape)
+        self._errors = torch.zeros(len(_STEPS), *shape, dtype=torch.float64)
+
+    def see(self, stored: torch.Tensor) -> None:
+        """stored float32 [num_layers, num_kv_heads, elements]."""
+        if stored.numel():
+            torch.maximum(self._largest, stored.abs().amax(dim=2), out=self._largest)
+
+    def judge(self, stored: torch.Tensor) -> None:
+        """The same again, when all has been seen."""
+        for number, step in enumerate(_STEPS):
+            self._errors[number] += _squared_error(stored, self._least() * step)
+
+    def best(self) -> torch.Tensor:
+        """float32 [num_layers, num_kv_heads]."""
+        return self._least() * torch.tensor(_STEPS)[self._errors.argmin(dim=0)]
+
+    def _least(self) -> torch.Tensor:
+        # A head that stores nothing but zeros has some scale too.
+        return (self._largest * HEADROOM / E4M3_MAX).clamp_(min=2.0**-20)
 
 
 def _run(loaded: LoadedModel, pool: KvPool, window: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
