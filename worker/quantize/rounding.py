@@ -1,4 +1,4 @@
-"""Round-to-nearest: a scale (and zero point) for each group of a row, searched for the least squared error.
+"""Round-to-nearest: a scale (and zero point) for each group of a row, searched for the least error.
 
 W[n, k] is stood for by (code[n, k] - zero[n, k // g]) * scale[n, k // g], codes and zero points signed numbers of `bits` bits: what the
 compressed-tensors format calls `group`. The scale is rounded to the type that it is stored in before codes are chosen, so that the error
@@ -75,12 +75,13 @@ def search_scales(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scale [N, K / g] of `scale_dtype` and zero point int8 [N, K / g] or None, by the least squared error of weight float32 [N, K].
 
-    `importance` [K] weighs the columns' errors.
+    `importance` [K] weighs the columns' errors. Without it an error counts by the size of its weight: a scale that clips the few large weights of a
+    group for the many small ones' sake has the least error, but a model hangs on the large ones (measured, see docs/quantization.md).
     """
     groups = weight.view(len(weight), -1, precision.group_size)
-    factors = None if importance is None else importance.view(1, -1, precision.group_size)
     # Errors beside the group's largest value: squares of what they are may not fit a float.
     inverse = groups.abs().amax(dim=2, keepdim=True).reciprocal_().clamp_(max=torch.finfo(torch.float32).max)
+    factors = groups.abs() * inverse if importance is None else importance.view(1, -1, precision.group_size)
     best = torch.full(groups.shape[:2], float("inf"))
     best_scale = torch.ones(groups.shape[:2], dtype=scale_dtype)
     best_zero = None if precision.is_symmetric else torch.zeros(groups.shape[:2], dtype=torch.int8)
@@ -90,7 +91,7 @@ def search_scales(
         if zero is not None:
             error -= zero.unsqueeze(2)
         error.mul_(wide).sub_(groups).mul_(inverse).square_()
-        total = (error if factors is None else error.mul_(factors)).sum(dim=2)
+        total = error.mul_(factors).sum(dim=2)
         is_better = total < best
         best = torch.where(is_better, total, best)
         best_scale = torch.where(is_better, scale, best_scale)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from worker.quantize.gptq import gptq
-from worker.quantize.rounding import Precision, Quantized, rounded_to_nearest
+from worker.quantize.rounding import Precision, Quantized, encode, rounded_to_nearest, search_scales
 
 
 def _inputs(columns: int, rank: int) -> torch.Tensor:
@@ -40,7 +40,10 @@ def test_without_correlation_it_is_rounding_to_nearest() -> None:
     """Independent inputs of equal strength: nothing can be made up for."""
     weight = torch.randn(9, 64, generator=torch.Generator().manual_seed(6))
     found = gptq(weight, torch.eye(64) * 100, Precision(4, 32), torch.bfloat16)
-    assert torch.equal(found.codes, rounded_to_nearest(weight, Precision(4, 32), torch.bfloat16).codes)
+    scale, _ = search_scales(weight, Precision(4, 32), torch.bfloat16, importance=torch.ones(64))
+    assert torch.equal(found.scale, scale)
+    nearest = encode(weight.view(9, 2, 32), scale.unsqueeze(2), None, Precision(4, 32))
+    assert torch.equal(found.codes, nearest.to(torch.int8).view(9, 64))
 
 
 @pytest.mark.parametrize(

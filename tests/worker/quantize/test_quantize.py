@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,9 @@ from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils import match_name
 from safetensors.torch import load_file, save_file
 
+from bench.comparison import logits_of
+from kernels.backend import resolve
+from worker.model.load import load_model
 from worker.quantize.errors import QuantizeError
 from worker.quantize.job import Options, prepare
 from worker.quantize.manifest import MANIFEST, only_writer
@@ -252,3 +256,30 @@ def test_fp8_in_blocks(make_folder: Make, tmp_path: Path) -> None:
     save_file(scaled, source / "model.safetensors")
     with pytest.raises(QuantizeError, match=r"'model.layers.0.mlp.up_proj.weight' is FP8, but has no scales"):
         prepare(source, Options())
+
+
+@pytest.mark.parametrize("case", ["g32", "g64 with minimum", "gptq", "8 bits"])
+def test_our_worker_reads_it(case: str, make_folder: Make, tmp_path: Path) -> None:
+    """Logits are those of a folder with the dequantized weights in float32."""
+    source, result, dense = make_folder(), tmp_path / "result", tmp_path / "dense"
+    _run(source, result, CASES[case])
+    shutil.copytree(source, dense)
+    for file in dense.glob("*.safetensors"):
+        file.unlink()
+    (dense / "model.safetensors.index.json").unlink()
+    config = QuantizationConfig.model_validate(json.loads((result / "config.json").read_text())["quantization_config"])
+    tensors = _tensors(result)
+    for name in [name for name in tensors if name.endswith(".weight_packed")]:
+        module = name.removesuffix(".weight_packed")
+        (weights,) = (
+            s.weights for s in config.config_groups.values() if any(match_name(module, target) for target in s.targets)
+        )
+        precision = Precision(weights.num_bits, weights.group_size, weights.symmetric)
+        parts = {
+            n.removeprefix(f"{module}."): tensors.pop(n) for n in list(tensors) if n.startswith(f"{module}.weight_")
+        }
+        tensors[f"{module}.weight"] = unpacked_parts(parts, precision).dequantize()
+    save_file(tensors, dense / "model.safetensors")
+    tokens = list(range(2, 130))
+    ours, expected = (logits_of(load_model(folder, resolve("cpu")), tokens, "fp16") for folder in (result, dense))
+    assert float((ours - expected).square().mean()) < 1e-5 * float(expected.square().mean())
