@@ -72,9 +72,8 @@ def test_the_library_reads_it_bit_by_bit(case: str, dtype: torch.dtype, make_fol
         ours = unpacked_parts(parts, precision).dequantize()
         assert torch.equal(theirs, ours.to(theirs.dtype))
         weight = before[f"{module}.weight"].float()
-        assert float((ours - weight).square().mean()) < (0.05 if precision.bits == 4 else 2e-4) * float(
-            weight.square().mean()
-        )
+        bound = 2e-4 if precision.bits == 8 else 0.3 if CASES[case].method == "gptq" else 0.05  # gptq aims at products
+        assert float((ours - weight).square().mean()) < bound * float(weight.square().mean())
     kept = {name for name in before if name.removesuffix(".weight") not in quantized}
     assert kept == {name for name in after if ".weight_" not in name}
     assert all(torch.equal(before[name], after[name]) for name in kept)
