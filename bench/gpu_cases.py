@@ -8,6 +8,7 @@ import torch
 
 from kernels.backend import Backend
 from kernels.dense_matmul import dense_matmul
+from kernels.fp8_matmul import fp8_matmul
 from kernels.int4_matmul import int4_matmul
 from kernels.int8_matmul import int8_matmul
 from kernels.kv_pool import AttentionRows, KvDtype, KvLayout, KvPool
@@ -18,7 +19,7 @@ from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 from kernels.rotary.ref import rotary_table
 from kernels.silu_mul import silu_mul
-from kernels.weights import DenseWeight, Int4Weight, Int8Weight
+from kernels.weights import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, Weight
 
 GPU, REF = Backend.GPU, Backend.REF
 TOLERANCES = {"16-bit product": 6e-4, "bf16": 4e-3, "fp16": 4e-4, "fp8": 4e-4, "float32": 2e-6, "bytes": 0.0}
@@ -81,13 +82,14 @@ def product_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
             signed = (codes.short() * 17 - 128).to(torch.int8)
             eight = Int8Weight.from_codes(signed, scale.half(), None, 32)
             yield from _products(f"int8 {name}", int8_matmul, eight, sizes, device)
+            codes = torch.randn(num_out, num_in, generator=generator).to(torch.float8_e4m3fn)
+            groups = torch.rand(num_out, -(-num_in // 128), generator=generator) + 0.5
+            yield from _products(f"fp8 {name}", fp8_matmul, Fp8Weight.from_codes(codes, groups), sizes, device)
             dense = DenseWeight.from_matrix(torch.randn(num_out, num_in, generator=generator).bfloat16())
             yield from _products(f"bf16 {name}", dense_matmul, dense, sizes, device)
 
 
-def _products(
-    name: str, multiply: Multiply, weight: Int4Weight | Int8Weight | DenseWeight, sizes: Sizes, device: torch.device
-) -> Iterator[Case]:
+def _products(name: str, multiply: Multiply, weight: Weight, sizes: Sizes, device: torch.device) -> Iterator[Case]:
     placed = place(weight, GPU)
     num_out, num_in = weight.shape
     theirs = weight.dequantize().bfloat16().to(device)
@@ -108,9 +110,7 @@ def _products(
         )
 
 
-def _product_error(
-    multiply: Multiply, x: torch.Tensor, placed: object, weight: Int4Weight | Int8Weight | DenseWeight
-) -> float:
+def _product_error(multiply: Multiply, x: torch.Tensor, placed: object, weight: Weight) -> float:
     some = x[:64].contiguous()
     return relative_error(multiply(some, placed, backend=GPU), multiply(some.cpu(), weight, backend=REF))
 

@@ -13,7 +13,7 @@ from kernels.gpu.ranges import RANGE_COLUMNS, add_ranges
 from kernels.gpu.rows import rounded_rows
 from kernels.gpu_weights import FP8_GROUP, GpuFp8Weight
 
-_STEP = 64
+_STEP = 128
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def fp8_matmul_gpu(x: torch.Tensor, w: GpuFp8Weight, out: torch.Tensor) -> None:
     target = torch.empty(num_ranges, num_rows, num_out, dtype=torch.float32, device=x.device) if is_split else out
     _product[(*tiles, num_ranges if is_split else 1)](
         rounded, units, w.codes, w.scales, target, out.stride(0), num_rows, num_out, padded_out, stride, RANGE_COLUMNS,
-        SPLIT=is_split, GROUP=FP8_GROUP, STEP=_STEP, ROWS=rows, OUTS=OUT_TILE, num_warps=4, num_stages=3, **EXACT,
+        SPLIT=is_split, GROUP=FP8_GROUP, STEP=_STEP, ROWS=rows, OUTS=OUT_TILE, num_warps=8, num_stages=3, **EXACT,
     )  # fmt: skip
     if is_split:
         add_ranges(target, units, 1.0, out)

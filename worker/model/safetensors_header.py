@@ -52,11 +52,11 @@ def read_header(descriptor: int, label: str) -> dict[str, StoredTensor]:
 
 def _json(raw: bytes, label: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ModelError(f"{label}: {twice[:200]!r} is in the header twice")
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise ModelError(f"{label}: {name[:200]!r} is in the header twice")
+            found[name] = value
         return found
 
     try:

@@ -16,8 +16,6 @@ def kv_scales(found: dict[tuple[int, str], torch.Tensor], num_layers: int, num_k
             numbers, name = found.get((layer, side)), f"{side}_scale of layer {layer}"
             if numbers is None:
                 raise ModelError(f"{source}: there are KV scales, but no {name}")
-            if numbers.numel() not in (1, num_kv_heads):
-                raise ModelError(f"{source}: {name} has {numbers.numel()} numbers, expected 1 or {num_kv_heads}")
             scales[layer] = numbers.float().flatten()
             if not bool(((scales[layer] >= SMALLEST) & (scales[layer] <= LARGEST)).all()):
                 raise ModelError(f"{source}: {name} is not between {SMALLEST} and {LARGEST}")

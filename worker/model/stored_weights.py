@@ -4,6 +4,7 @@
 tensor. Each of the stored tensors belongs to exactly one weight, or stands under its own name and is unknown if nobody asks for it.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ _KV_SCALE = re.compile(
     r".*layers\.(?P<layer>\d{1,6})\.self_attn\.(?:attn\.)?(?P<side>[kv])(?:_scale|_proj\.[kv]_scale|_proj\.output_scale)"
 )
 _UNUSED = re.compile(r".+\.self_attn\.(?:attn\.)?(?:q|prob)_scale")
+_MAX_EXPERTS = 1 << 16
 _FUSED = re.compile(r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|down_proj)(?:\.weight)?")
 
 
@@ -113,7 +115,7 @@ class StoredWeights:
     def is_void(self, name: str) -> bool:
         """Whether a tensor says nothing: a bias of zeros, which AutoGPTQ gives every matrix that it packs."""
         module, _, part = name.rpartition(".")
-        if part != "bias" or self._kinds.get(module) != "columns":
+        if part != "bias" or self._kinds.get(module) != "columns" or len(self._files.entry(name).shape) != 1:
             return False
         return not bool(self._files.read(name).any())
 
@@ -123,8 +125,13 @@ class StoredWeights:
             return None
         found = {}
         for (layer, side), name in self._kv_scales.items():
+            shape = self._files.entry(name).shape
+            if math.prod(shape) not in (1, num_kv_heads):
+                raise ModelError(
+                    f"{self.label}: tensor {name!r} has shape {list(shape)}, expected 1 or {num_kv_heads} numbers"
+                )
             if layer < num_layers:
-                found[layer, side] = self._files.read_checked(name, self._files.entry(name).shape)
+                found[layer, side] = self._files.read_checked(name, shape)
         return kv_scales(found, num_layers, num_kv_heads, self.label)
 
     def _explains(self, module: str, part: str) -> bool:
@@ -155,7 +162,8 @@ class StoredWeights:
 
     def _add_experts(self, name: str, experts: str, part: str) -> bool:
         shape = self._files.entry(name).shape
-        if len(shape) != 3 or (part == "gate_up_proj" and shape[1] % 2):
+        is_matrices = len(shape) == 3 and 0 < shape[0] <= _MAX_EXPERTS and 0 not in shape
+        if not is_matrices or (part == "gate_up_proj" and shape[1] % 2):
             return False
         half = shape[1] // 2
         ranges = {"down_proj": range(shape[1])}

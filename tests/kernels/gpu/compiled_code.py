@@ -22,12 +22,13 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from kernels import dense_matmul, indexer_topk, int4_matmul, mla_attention, moe, paged_attention
+from kernels import dense_matmul, fp8_matmul, indexer_topk, int4_matmul, mla_attention, moe, paged_attention
 from kernels.add_bias.gpu import add_bias_gpu
 from kernels.dense_matmul.gpu import dense_matmul_gpu
 from kernels.embedding.gpu import embedding_gpu
+from kernels.fp8_matmul.gpu import fp8_matmul_gpu
 from kernels.gelu_mul.gpu import gelu_mul_gpu
-from kernels.gpu_weights import GpuDenseWeight, GpuInt4Weight, GpuInt8Weight
+from kernels.gpu_weights import FP8_GROUP, GpuDenseWeight, GpuFp8Weight, GpuInt4Weight, GpuInt8Weight
 from kernels.head_matmul.gpu import head_matmul_gpu
 from kernels.head_norm.gpu import head_norm_gpu
 from kernels.indexer_topk.gpu import indexer_topk_gpu
@@ -127,6 +128,8 @@ def product_calls() -> dict[str, Callable[[], object]]:
         calls[f"int4 rows {rows}"] = call(quantized_matmul, weight, rows)
         weight = quantized(GpuInt8Weight, 8, 32, 512, FFN, minimum=False)
         calls[f"int8 rows {rows}"] = call(quantized_matmul, weight, rows)
+        floats = GpuFp8Weight(torch.zeros(512, FFN, dtype=torch.uint8), torch.zeros(FFN // FP8_GROUP, 512), (512, FFN))
+        calls[f"fp8 rows {rows}"] = call(fp8_matmul_gpu, floats, rows)
         for dtype in (torch.float16, torch.float32):
             dense = GpuDenseWeight(torch.zeros(512, FFN, dtype=dtype), (512, FFN), 1.0)
             calls[f"{str(dtype).removeprefix('torch.')} rows {rows}"] = call(dense_matmul_gpu, dense, rows)
@@ -219,6 +222,9 @@ def small_calls() -> dict[str, Callable[[], object]]:
     heads, table = torch.zeros(3, 8, 128), torch.zeros(16, 2, 64)
     four = quantized(GpuInt4Weight, 4, 32, 512, HIDDEN, minimum=True)
     dense = GpuDenseWeight(torch.zeros(512, HIDDEN, dtype=torch.float16), (512, HIDDEN), 1.0)
+    floats = GpuFp8Weight(
+        torch.zeros(512, HIDDEN, dtype=torch.uint8), torch.zeros(HIDDEN // FP8_GROUP, 512), (512, HIDDEN)
+    )
     pools = {dtype: pool_of(KvLayout(1, 4, 8, 128, 16, dtype)) for dtype in ("bf16", "fp16", "fp8")}
     return {
         "kv_write bf16": lambda: kv_write_gpu(heads, heads, ids, pools["bf16"], 0),
@@ -231,6 +237,7 @@ def small_calls() -> dict[str, Callable[[], object]]:
         "add_bias": lambda: add_bias_gpu(x, x[0]),
         "head_norm": lambda: head_norm_gpu(heads, heads[0, 0], 1e-6),
         "embedding int4": lambda: embedding_gpu(ids, four, x),
+        "embedding fp8": lambda: embedding_gpu(ids, floats, x),
         "embedding dense": lambda: embedding_gpu(ids, dense, x),
     }
 
@@ -239,7 +246,7 @@ def main() -> None:
     """Compile all of it and print one JSON object: call -> kernel -> description."""
     capability = int(sys.argv[1])
     triton.runtime.driver.set_active(AbsentGpu(capability))
-    for op in (int4_matmul, dense_matmul, moe, paged_attention, mla_attention, indexer_topk):
+    for op in (int4_matmul, fp8_matmul, dense_matmul, moe, paged_attention, mla_attention, indexer_topk):
         op.gpu.capability = lambda device: capability
         op.gpu.num_processors = lambda device: 100
     kernels: dict[str, object] = {}

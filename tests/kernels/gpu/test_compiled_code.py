@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("compiled_code.py")
 PRODUCT_INSTRUCTIONS = {80: {"HMMA.16816.F32"}, 90: {"HGMMA.64x64x16.F32"}, 100: {"UTCHMMA"}}
 STREAMED = ("int4", "int8", "float16", "attention")
 # 16-byte loads that a thread needs for one tile of weights, or of keys and values.
-WIDE_LOADS = {"int4": 4, "int8": 4, "float16": 8, "attention decode": 8, "attention prefill": 4}
+WIDE_LOADS = {"int4": 4, "int8": 4, "fp8": 4, "float16": 8, "attention decode": 8, "attention prefill": 4}
 
 
 @pytest.fixture(scope="module", params=[80, 90, 100], ids=lambda capability: f"sm_{capability}")
@@ -67,7 +67,7 @@ def test_products_are_tensor_core_products(compiled):
     """Each product's tile is multiplied by tensor cores, with float32 sums."""
     capability, report = compiled
     for call in report:
-        if call.startswith(("int4", "int8", "float16")):
+        if call.startswith(("int4", "int8", "fp8", "float16")):
             assert PRODUCT_INSTRUCTIONS[capability] <= set(report[call]["_product"]["products"]), call
         if call.startswith("attention"):
             wanted = "HMMA.16816.F32.BF16" if "bf16" in call else "HMMA.16816.F32"
