@@ -32,8 +32,8 @@ def mla_attention(
     [T, heads, R] their rotary parts; the pool is a latent one with keys of L + R elements. With `selected` int32 [T, n] a row attends to these
     positions only: ascending, up to the first that is negative or beyond its own position; a row with none gives zeros.
 
-    As in `paged_attention`, keys are the stored ones, the sum over keys runs over ranges of 128 (of those selected), merged in order, nothing
-    beyond a row's own position enters its arithmetic, and `seal_check` verifies every page in the pass that reads it. Rows of the queries may
+    As in `paged_attention`, keys are the stored ones, the sum over keys runs over ranges of 128 (of those selected), merged in order (on a CPU
+    eight at a time, then these eights), nothing beyond a row's own position enters its arithmetic, and `seal_check` verifies every page in the pass that reads it. Rows of the queries may
     lie further apart than they are long. `rows.check` must have passed for this pool.
     """
     layout, op = pool.layout, "mla_attention"

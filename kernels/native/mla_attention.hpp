@@ -27,6 +27,8 @@ constexpr int kKeyBlock = 3, kVectorBlock = 2;
 constexpr int kKeyBlock = 1, kVectorBlock = 1;
 #endif
 constexpr int64_t kLatentRows = 8;  // rows of one sequence that share converted keys
+// Ranges are merged in order within a span, and spans in order: what threads share are spans, for a state of all heads is large.
+constexpr int64_t kSpanRanges = 8;
 
 // Vectors that lie by token, `count` of them as floats. `slot_of(i)` is where vector i lies, page * page_size + offset.
 template <KvType kType, typename SlotOf>
@@ -176,7 +178,8 @@ private:
     };
 
     int64_t key_dim() const { return layer_.head_dim; }
-    int64_t num_ranges(const Tile& tile) const { return (tile.num_keys + kRange - 1) / kRange; }
+    static int64_t num_ranges(const Tile& tile) { return (tile.num_keys + kRange - 1) / kRange; }
+    static int64_t num_spans(const Tile& tile) { return (num_ranges(tile) + kSpanRanges - 1) / kSpanRanges; }
     // A row's running result: maximum and sum of each head, then [latent_dim, lanes].
     int64_t state_size() const { return (2 + call_.latent_dim) * lanes_; }
 
@@ -263,8 +266,8 @@ private:
         merged.store(into);
     }
 
-    // One tile over range r, as [rows] states; merged into what they hold, or instead of it.
-    void range(const Tile& tile, int64_t r, float* states, bool merges) const {
+    // One tile over range r, merged into [rows] states.
+    void range(const Tile& tile, int64_t r, float* states) const {
         Scratch& own = scratch();
         const int64_t begin = r * kRange, end = std::min(tile.num_keys, begin + kRange), dim = key_dim();
         const LatentKeys keys = keys_of(tile);
@@ -283,16 +286,9 @@ private:
             soften(last, weights, maximum, sum);
             float* state = states + row * state_size();
             float* values = state + 2 * lanes_;
-            if (merges) {
-                merge_sums(state, maximum, sum, keep, add);
-            } else {
-                std::memcpy(state, maximum, static_cast<size_t>(lanes_) * sizeof(float));
-                std::memcpy(state + lanes_, sum, static_cast<size_t>(lanes_) * sizeof(float));
-            }
+            merge_sums(state, maximum, sum, keep, add);
             products(own.keys.data(), 1, dim, call_.latent_dim, weights, lanes_, last, [&](int64_t i, int64_t lane, V16 part) {
-                float* into = values + i * lanes_ + lane;
-                if (merges) merge_vector(into, part, keep + lane, add + lane);
-                else part.store(into);
+                merge_vector(values + i * lanes_ + lane, part, keep + lane, add + lane);
             });
         }
     }
@@ -317,70 +313,90 @@ private:
         }
     }
 
-    // A tile from beginning to end in one thread.
-    void whole(const Tile& tile) const {
-        thread_local std::vector<float> states;
-        states.resize(static_cast<size_t>(tile.num_rows * state_size()));
-        clear(states.data(), tile.num_rows);
-        spread_queries(tile);
-        for (int64_t r = 0; r < num_ranges(tile); ++r) range(tile, r, states.data(), true);
-        finish(tile, states.data());
+    // One tile over a span, as [rows] states of its own.
+    void span(const Tile& tile, int64_t index, float* states) const {
+        clear(states, tile.num_rows);
+        for (int64_t r = index * kSpanRanges; r < std::min((index + 1) * kSpanRanges, num_ranges(tile)); ++r) range(tile, r, states);
     }
 
-    // Few tiles: threads share their ranges, and whoever computes a tile's last one merges all, in the same order as in `whole`.
-    void split() const {
-        struct Progress {
-            size_t offset;  // of the tile's first state
-            std::atomic<int64_t> num_left;
-        };
-        struct Piece {
-            int64_t tile, range;
-        };
-        std::vector<Piece> pieces;
-        std::deque<Progress> progress;
-        size_t total = 0;
-        for (size_t index = 0; index < tiles_.size(); ++index) {
-            const Tile& tile = tiles_[index];
-            if (tile.num_keys == 0) finish(tile, nullptr);
-            progress.emplace_back(total, num_ranges(tile));
-            for (int64_t r = 0; r < num_ranges(tile); ++r) pieces.push_back({static_cast<int64_t>(index), r});
-            total += static_cast<size_t>(num_ranges(tile) * tile.num_rows * state_size());
-        }
-        thread_local std::vector<float> buffer;
-        buffer.resize(total);
-        float* states = buffer.data();
-        ThreadPool::instance().run(static_cast<int64_t>(pieces.size()), [&](int64_t index, int) {
-            const Piece& piece = pieces[index];
-            const Tile& tile = tiles_[piece.tile];
-            Progress& unit = progress[piece.tile];
-            float* own = states + unit.offset + static_cast<size_t>(piece.range * tile.num_rows * state_size());
-            clear(own, tile.num_rows);
-            spread_queries(tile);
-            range(tile, piece.range, own, false);
-            if (unit.num_left.fetch_sub(1, std::memory_order_acq_rel) == 1) merge_all(tile, states + unit.offset);
-        });
-    }
-
-    void merge_all(const Tile& tile, const float* parts) const {
-        thread_local std::vector<float> merged;
-        merged.resize(static_cast<size_t>(tile.num_rows * state_size()));
-        clear(merged.data(), tile.num_rows);
+    // Merges a span's states into the total of its tile. A row that has no key in the span keeps what it has, bit for bit.
+    void merge_span(const Tile& tile, int64_t index, const float* states, float* total) const {
         float *keep = scratch().factors.data(), *add = keep + lanes_;
-        for (int64_t part = 0; part < num_ranges(tile); ++part) {
-            for (int64_t row = 0; row < tile.num_rows; ++row) {
-                if (part * kRange > call_.row_position[tile.first_row + row]) continue;  // as `range` does: no key for this row
-                const float* from = parts + (part * tile.num_rows + row) * state_size();
-                float* into = merged.data() + row * state_size();
-                merge_sums(into, from, from + lanes_, keep, add);
-                for (int64_t i = 0; i < call_.latent_dim; ++i) {
-                    for (int64_t lane = 0; lane < lanes_; lane += kLanes) {
-                        const int64_t at = (2 + i) * lanes_ + lane;
-                        merge_vector(into + at, V16::load(from + at), keep + lane, add + lane);
-                    }
+        for (int64_t row = 0; row < tile.num_rows; ++row) {
+            if (index * kSpanRanges * kRange > call_.row_position[tile.first_row + row]) continue;
+            const float* from = states + row * state_size();
+            float* into = total + row * state_size();
+            merge_sums(into, from, from + lanes_, keep, add);
+            for (int64_t i = 0; i < call_.latent_dim; ++i) {
+                for (int64_t lane = 0; lane < lanes_; lane += kLanes) {
+                    const int64_t at = (2 + i) * lanes_ + lane;
+                    merge_vector(into + at, V16::load(from + at), keep + lane, add + lane);
                 }
             }
         }
-        finish(tile, merged.data());
+    }
+
+    // A tile from beginning to end in one thread.
+    void whole(const Tile& tile) const {
+        thread_local std::vector<float> states;
+        const int64_t size = tile.num_rows * state_size();
+        states.resize(static_cast<size_t>(2 * size));
+        clear(states.data(), tile.num_rows);
+        spread_queries(tile);
+        for (int64_t index = 0; index < num_spans(tile); ++index) {
+            span(tile, index, states.data() + size);
+            merge_span(tile, index, states.data() + size, states.data());
+        }
+        finish(tile, states.data());
+    }
+
+    // Few tiles: threads share their spans. As many tiles at once as bounded memory holds the states of.
+    void split() const {
+        for (size_t first = 0; first < tiles_.size();) {
+            size_t end = first;
+            int64_t floats = 0;
+            while (end < tiles_.size() && (end == first || floats + num_floats(tiles_[end]) <= kFloatsAtOnce)) floats += num_floats(tiles_[end++]);
+            split(first, end, static_cast<size_t>(floats));
+            first = end;
+        }
+    }
+
+    static constexpr int64_t kFloatsAtOnce = int64_t{1} << 23;
+    int64_t num_floats(const Tile& tile) const { return (num_spans(tile) + 1) * tile.num_rows * state_size(); }
+
+    // Tiles [first, end). Whoever computes a tile's last span merges all, in the same order as in `whole`.
+    void split(size_t first, size_t end, size_t floats) const {
+        struct Progress {
+            float* states;  // the total's, then the spans'
+            std::atomic<int64_t> num_left;
+        };
+        struct Piece {
+            size_t tile;
+            int64_t span;
+        };
+        thread_local std::vector<float> buffer;
+        buffer.resize(floats);
+        std::vector<Piece> pieces;
+        std::deque<Progress> progress;
+        float* states = buffer.data();
+        for (size_t index = first; index < end; ++index) {
+            if (tiles_[index].num_keys == 0) finish(tiles_[index], nullptr);
+            progress.emplace_back(states, num_spans(tiles_[index]));
+            for (int64_t s = 0; s < num_spans(tiles_[index]); ++s) pieces.push_back({index, s});
+            states += num_floats(tiles_[index]);
+        }
+        ThreadPool::instance().run(static_cast<int64_t>(pieces.size()), [&](int64_t number, int) {
+            const Piece& piece = pieces[static_cast<size_t>(number)];
+            const Tile& tile = tiles_[piece.tile];
+            Progress& unit = progress[piece.tile - first];
+            const int64_t size = tile.num_rows * state_size();
+            spread_queries(tile);
+            span(tile, piece.span, unit.states + (piece.span + 1) * size);
+            if (unit.num_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+            clear(unit.states, tile.num_rows);
+            for (int64_t s = 0; s < num_spans(tile); ++s) merge_span(tile, s, unit.states + (s + 1) * size, unit.states);
+            finish(tile, unit.states);
+        });
     }
 
     const LatentCall& call_;

@@ -167,7 +167,7 @@ def latent_calls() -> dict[str, Callable[[], object]]:
     """Latent attention of DeepSeek's sizes, with few rows and with many, of all positions and of selected ones; the indexer; products by head."""
     calls = {}
     device = torch.device("cpu")
-    for dtype in ("bf16", "fp16", "fp8"):
+    for dtype in ("bf16", "fp8"):
         pool = KvPool.allocate(KvLayout(1, 4, 1, 576, 16, dtype, 128, is_latent=True))
         for name, count in (("decode", 1), ("prefill", 400)):
             rows = AttentionRows(

@@ -44,6 +44,18 @@ def test_several_ranges_of_keys(backend, check_close, make_latent, random_choice
     check_close("mla_attention", case.attend(backend, selected), case.exact(selected))
 
 
+def test_several_spans_of_ranges(backend, check_close, make_latent):
+    """More keys than are merged at a time, rows on both sides of a bound: exact, and the same bits alone as in a prompt's chunk."""
+    case = make_latent([1030, 2060, 9], [12, 2, 1], page_size=16)
+    together = case.attend(backend)
+    check_close("mla_attention", together, case.exact())
+    for row in (0, 5, 6, 11, 13, 14):
+        assert torch.equal(together[row : row + 1], case.some([row]).attend(backend))
+    selected = torch.arange(1018, dtype=torch.int32).repeat(15, 1) + torch.arange(15, dtype=torch.int32)[:, None]
+    selected[selected > case.rows.row_position[:, None]] = -1
+    check_close("mla_attention", case.attend(backend, selected), case.exact(selected))
+
+
 def test_all_positions_selected_are_no_selection(backend, make_latent):
     """Ranges are of those selected: a selection of everything gives the bits of none."""
     case = make_latent([300, 9], [20, 9])
@@ -111,9 +123,10 @@ def test_a_sequence_with_nan_harms_no_other(backend, make_latent, side):
 
 @pytest.fixture(params=[("bf16", None), ("fp8", None), ("fp16", 140)], ids=["bf16", "fp8", "fp16-selected"])
 def batch(request: pytest.FixtureRequest, make_latent, random_choice):
-    """Rows of three sequences, two of them longer than a range of keys: (case, what is selected or None)."""
+    """Rows of three sequences, two of them longer than a range of keys, once one longer than a span: (case, what is selected or None)."""
     dtype, count = request.param
-    case = make_latent([300, 9, 200], [150, 9, 3], dtype=dtype, heads=17)
+    lengths = [1100 if dtype == "fp8" else 300, 9, 200]
+    case = make_latent(lengths, [150, 9, 3], dtype=dtype, heads=17)
     return case, None if count is None else random_choice(case, count)
 
 

@@ -207,3 +207,47 @@ def test_ways_to_say_who_has_an_indexer(
     edit_json(folder / "config.json", indexer_types=None, **fields)
 
     assert layers == load_model(folder, Backend.REF).config.latent.indexer.layers
+
+
+def _in_four_bits(matrix: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Symmetric codes in groups of 32 as compressed-tensors packs them, and the matrix that they mean."""
+    groups = matrix.unflatten(1, (-1, 32))
+    scale = (groups.abs().amax(dim=2) / 7.5).half()
+    codes = (groups / scale.float()[..., None]).round().clamp(-8, 7) + 8
+    words = codes.flatten(1).long().unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
+    tensors = {"weight_packed": words.sum(dim=2).to(torch.uint32).view(torch.int32), "weight_scale": scale}
+    tensors["weight_shape"] = torch.tensor(matrix.shape)
+    return tensors, ((codes - 8) * scale.float()[..., None]).flatten(1)
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "glm_moe_dsa"])
+def test_every_matrix_in_four_bits(architecture: str, tiny_models: ModuleType, tmp_path: Path, edit_json: Make, paged_run: Make, relative_error: Make) -> None:  # fmt: skip
+    """Quantized projections, experts, indexers and the matrix that is split by heads give the logits of the weights that they mean."""
+    sizes = {
+        "hidden_size": 96, "intermediate_size": 64, "moe_intermediate_size": 32, "q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 32, "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 8, "head_dim": 8,
+        "num_attention_heads": 3, "num_key_value_heads": 3, "index_topk": 60, "initializer_range": 0.1,
+    }  # fmt: skip
+    folders = [tiny_models.save(tiny_models.make(architecture, **sizes), tmp_path / name) for name in ("four", "float")]
+    packed, meant = {}, {}
+    for name, tensor in load_file(folders[0] / "model.safetensors").items():
+        is_kept = tensor.ndim != 2 or any(part in name for part in ("embed_tokens", "lm_head", "mlp.gate."))
+        parts, meant[name] = ({"weight": tensor}, tensor) if is_kept else _in_four_bits(tensor)
+        stem = name.removesuffix(".weight")
+        packed |= {name: tensor} if is_kept else {f"{stem}.{part}": numbers for part, numbers in parts.items()}
+    assert any(name.endswith("kv_b_proj.weight_packed") for name in packed)
+    for folder, tensors in zip(folders, (packed, meant), strict=True):
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    scheme = {"targets": ["Linear"], "weights": weights}
+    edit_json(
+        folders[0] / "config.json",
+        quantization_config={
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": scheme},
+            "ignore": ["lm_head", "re:.*mlp.gate$"],
+        },
+    )  # fmt: skip
+
+    (four,), (exact,) = (paged_run(load_model(one, resolve("cpu")), "fp16").feed(("a", TOKENS)) for one in folders)
+
+    assert relative_error(four, exact) < 2e-3
