@@ -15,6 +15,8 @@ MAX_OVERLAP_S = 90 * 86_400
 async def list_keys(desk: Desk) -> web.Response:
     """All keys, or those of the tenant in the path."""
     tenant = desk.tenant_id() if "tenant" in desk.request.match_info else None
+    if tenant is not None and await desk.tenants.tenant(tenant) is None:
+        raise MissingError(f"there is no tenant {tenant!r}")
     used = await desk.tenants.last_used()
     return listed([key_json(key, used.get(key.id)) for key in await desk.tenants.keys(tenant)])
 

@@ -58,6 +58,16 @@ async def test_the_life_of_a_tenant(desk):
     assert 409 == (await ask("POST", "tenants", wanted))[0]
     assert (200, True) == ((answer := await ask("DELETE", "tenants/big"))[0], answer[1]["deleted"])
     assert 404 == (await ask("DELETE", "tenants/big"))[0]
+    for path in ("tenants/big", "tenants/big/limits", "tenants/big/keys"):
+        assert 404 == (await ask("GET", path))[0], path
+
+
+@pytest.mark.parametrize("query", ["kinds=key", "by=day", "kind=key&kind=tenant", "limit=0"])
+async def test_the_audit_refuses_what_it_does_not_know(desk, query):
+    """An unknown parameter, or one that is there twice, is not passed over."""
+    _, ask = await desk()
+    status, answer = await ask("GET", f"audit?{query}")
+    assert (400, query.partition("=")[0]) == (status, answer["error"]["param"])
 
 
 async def test_the_life_of_a_key(desk, store):
