@@ -19,6 +19,21 @@ from sluicegate.valkey import embedded_valkey
 # not decide for the others.
 os.environ["TRITON_INTERPRET"] = "1"
 
+# Several test processes share a machine's cores. A pool of threads for each of them, and for each process that they start, would mostly
+# wait for the others; what several threads compute has tests of its own.
+for variable in ("SLUICEGATE_THREADS", "OMP_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+
+# Those that start stacks wait a lot and hold a process for long: begun first, they don't run alone at the end.
+SLOW_FIRST = ("end_to_end", "chaos", "bench", "gateway", "sluicegate", "kernels")
+ROOT = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow folders first; otherwise as collected."""
+    places = {folder: place for place, folder in enumerate(SLOW_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.relative_to(ROOT).parts[0], len(places)))
+
 
 @pytest.fixture(scope="module")
 def ordered_products() -> Iterator[None]:
