@@ -19,7 +19,7 @@ class Backend(StrEnum):
 
 
 def resolve(choice: str) -> Backend:
-    """The backend for `auto`, `ref`, `cpu` or `gpu`; for CPU also picks the instruction set.
+    """The backend for `auto`, `ref`, `cpu` or `gpu`; for CPU also picks the instruction set, and leaves torch itself one thread.
 
     `auto` is the GPU where torch sees one, else the CPU. SLUICEGATE_ISA (portable, avx2, avx512) and SLUICEGATE_THREADS override what is
     detected. With TRITON_INTERPRET=1, `gpu` runs Triton's interpreter on the CPU, for tests. Raises KernelError if the choice can't be had
@@ -41,6 +41,8 @@ def resolve(choice: str) -> Backend:
     except ValueError as error:
         raise KernelError(f"SLUICEGATE_ISA: {error}") from None
     _set_threads(os.environ.get("SLUICEGATE_THREADS"))
+    # After an op torch's own threads wait for the next one with busy cores, for milliseconds: the kernels' threads would share theirs.
+    torch.set_num_threads(1)
     return Backend.CPU
 
 

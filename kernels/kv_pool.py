@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kernels import huge_pages
 from kernels.backend import Backend, device_of
 from kernels.errors import KernelError
 from kernels.kv_layout import E4M3_MAX, FP16_MAX, MAX_HEAD_DIM, MAX_LATENT_DIM, STORED, KvDtype, KvLayout
@@ -49,9 +50,13 @@ class KvPool:
         pages, size, device = (layout.num_pages, layout.num_kv_heads), layout.page_size, device_of(backend)
         is_by_token = layout.is_latent or backend is Backend.GPU
         part = (size, layout.head_dim) if is_by_token else (layout.head_dim, size)
-        k = torch.zeros(layout.num_layers, *pages, *part, dtype=STORED[layout.dtype], device=device)
+        k = torch.empty(layout.num_layers, *pages, *part, dtype=STORED[layout.dtype], device=device)
+        v = torch.empty(layout.num_value_layers, *pages, size, layout.v_dim, dtype=k.dtype, device=device)
+        for memory in (k, v):
+            if backend is Backend.CPU:
+                huge_pages.ask_for(memory)
+            memory.zero_()
         k = k.transpose(3, 4) if is_by_token else k
-        v = torch.zeros(layout.num_value_layers, *pages, size, layout.v_dim, dtype=k.dtype, device=device)
         seals = None if seal_secret is None else PageSeals.allocate(seal_secret, layout)
         scales = [
             _scale(layout, name, scale).to(device) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))

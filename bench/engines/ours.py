@@ -55,10 +55,10 @@ class Sluicegate:
 
     def load(self, wanted: LoadRequest) -> dict[str, str]:
         """Load the file and make the KV pool, with its memory touched as after hours of service."""
-        torch.set_num_threads(wanted.threads)
         backend = self._backend = resolve("auto")
         with _Peak() as peak:
             self._loaded = load_model(Path(wanted.model), backend)
+        self._threads = wanted.threads
         self._kv_dtype = wanted.options["kv_dtype"]
         self._max_streams = wanted.max_streams
         num_pages = -(-wanted.options["kv_tokens"] // PAGE_SIZE) + wanted.max_streams
@@ -117,7 +117,11 @@ class Sluicegate:
 
     def bandwidth(self) -> dict[str, float]:
         """Bytes a second that this process, with all threads, reads from memory."""
-        return {"bytes_per_s": read_bandwidth()}
+        torch.set_num_threads(self._threads)  # it's torch that reads
+        try:
+            return {"bytes_per_s": read_bandwidth()}
+        finally:
+            torch.set_num_threads(1)
 
     def _new_engine(self) -> None:
         loaded = self._loaded

@@ -10,8 +10,8 @@ namespace sluicegate {
 
 namespace {
 
-// About 50 us: longer than the Python code between two ops of a step, shorter than anybody would notice as load.
-constexpr int kSpins = 4000;
+// Some 200 us: longer than what a step does in one thread. A core that has gone to sleep takes as long to be woken as several ops take.
+constexpr int kSpins = 16000;
 
 constexpr uint32_t kNoPiece = 0xffffffff;
 

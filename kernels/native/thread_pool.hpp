@@ -36,11 +36,12 @@ private:
     std::mutex sleep_mutex_;
     std::condition_variable wake_;
     // Number of the loop in the upper half, next piece in the lower: a thread that is late can't take a piece of a later loop.
-    std::atomic<uint64_t> ticket_{0};
-    std::atomic<int> num_sleeping_{0};
+    // What threads wait for has cache lines of its own.
+    alignas(64) std::atomic<uint64_t> ticket_{0};
+    alignas(64) std::atomic<int> num_sleeping_{0};
     std::atomic<bool> stopping_{false};
-    std::atomic<int64_t> num_left_{0};
-    std::atomic<uint32_t> num_pieces_{0};
+    alignas(64) std::atomic<int64_t> num_left_{0};
+    alignas(64) std::atomic<uint32_t> num_pieces_{0};
     std::atomic<const std::function<void(int64_t, int)>*> body_{nullptr};
 };
 
