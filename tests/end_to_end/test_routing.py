@@ -67,28 +67,39 @@ def _holds(stack) -> dict[bytes, set[bytes]]:
         return {key: client.smembers(key) - {b"-"} for key in client.scan_iter("sg:*:held:*")}
 
 
+def _talk(stack, number: int, turns: int, **options) -> list[bool]:
+    """Whether each later turn of a conversation found what was said before."""
+    messages, hits = [{"role": "user", "content": f"{number}. {WORDS}"}], []
+    for turn in range(turns):
+        answer = _ask(stack, messages, **options)
+        if turn:
+            hits.append(_cached(answer) >= 32)
+        messages += [
+            {"role": "assistant", "content": answer.choices[0].message.content},
+            {"role": "user", "content": "Go on. " * (turn + 1)},
+        ]
+        time.sleep(0.02 * (number % 3))
+    return hits
+
+
 def test_turns_of_a_conversation_go_where_its_prefix_is(trio) -> None:
     """Of nine conversations at a time, 95% of the later turns find what was said before; and not all are on one worker."""
-
-    def talk(number: int) -> list[bool]:
-        messages, hits = [{"role": "user", "content": f"{number}. {WORDS}"}], []
-        for turn in range(TURNS):
-            answer = _ask(trio, messages)
-            if turn:
-                hits.append(_cached(answer) >= 64)
-            messages += [
-                {"role": "assistant", "content": answer.choices[0].message.content},
-                {"role": "user", "content": "Go on. " * (turn + 1)},
-            ]
-            time.sleep(0.02 * (number % 3))
-        return hits
-
     with ThreadPoolExecutor(CONVERSATIONS) as pool:
-        hits = list(itertools.chain.from_iterable(pool.map(talk, range(CONVERSATIONS))))
+        found = pool.map(lambda number: _talk(trio, number, TURNS), range(CONVERSATIONS))
+        hits = list(itertools.chain.from_iterable(found))
     assert CONVERSATIONS * (TURNS - 1) == len(hits)
     assert sum(hits) >= 0.95 * len(hits)
     trio.wait_for(lambda: all(worker["generated_tokens"] for worker in _workers(trio)), 5)
     assert trio.metric("sluicegate_routed_jobs_total", outcome="held") >= 0.95 * len(hits)
+
+
+def test_the_same_with_a_model(fleet) -> None:
+    """Two workers that compute, four conversations that overlap: every later turn finds its prefix."""
+    fleet.wait_for(lambda: len(_workers(fleet)) == 2, 60)
+    with ThreadPoolExecutor(4) as pool:
+        hits = list(itertools.chain.from_iterable(pool.map(lambda n: _talk(fleet, n, 3, max_tokens=6), range(4))))
+    assert [True] * 8 == hits
+    assert 8 <= fleet.metric("sluicegate_routed_jobs_total", outcome="held")
 
 
 def test_a_session_sticks_to_a_worker_and_moves_when_it_dies(trio) -> None:
