@@ -1,11 +1,12 @@
 """Whether a conversation's turns find what was computed before, with jobs sent to the workers that hold it and with jobs sent to whoever asks."""
 
 import asyncio
+import itertools
 import re
 import statistics
 from functools import partial
 
-from bench.queue.load import chat
+from bench.queue.load import MODEL, chat
 from bench.queue.rows import Row
 from bench.queue.setting import Setting
 from bench.queue.wire import Connection, connect
@@ -42,12 +43,19 @@ async def _talk(setting: Setting, routing: str) -> dict[str, float]:
         key = await fleet.new_key("acme")
         port = fleet.gateways[0].port
         turns = await asyncio.gather(*(_converse(port, key, number) for number in range(CONVERSATIONS)))
+        outcomes = {
+            name: await fleet.metric(f'sluicegate_routed_jobs_total{{model="{MODEL}",outcome="{name}"')
+            for name in ("held", "passed_over", "none")
+        }
     later = [turn for conversation in turns for turn in conversation[1:]]
     return {
-        # A page or two of the template's opening are everybody's.
-        "hits": statistics.mean(cached > prompt / 2 for prompt, cached, _ in later),
+        # Of what the turn before had computed, the last page may be missing; a page or two of the template's opening are everybody's.
+        "hits": statistics.mean(
+            cached > 0.8 * before[0] for talk in turns for before, (_, cached, _) in itertools.pairwise(talk)
+        ),
         "tokens": sum(cached for _, cached, _ in later) / sum(prompt for prompt, _, _ in later),
         "ttft_ms": statistics.median(ttft_ms for _, _, ttft_ms in later),
+        **outcomes,
     }
 
 
