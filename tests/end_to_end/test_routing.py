@@ -67,9 +67,9 @@ def _holds(stack) -> dict[bytes, set[bytes]]:
         return {key: client.smembers(key) - {b"-"} for key in client.scan_iter("sg:*:held:*")}
 
 
-def _talk(stack, number: int, turns: int, **options) -> list[bool]:
+def _talk(stack, number: int, turns: int, length: int = 1, **options) -> list[bool]:
     """Whether each later turn of a conversation found what was said before."""
-    messages, hits = [{"role": "user", "content": f"{number}. {WORDS}"}], []
+    messages, hits = [{"role": "user", "content": f"{number}. {WORDS * length}"}], []
     for turn in range(turns):
         answer = _ask(stack, messages, **options)
         if turn:
@@ -94,12 +94,13 @@ def test_turns_of_a_conversation_go_where_its_prefix_is(trio) -> None:
 
 
 def test_the_same_with_a_model(fleet) -> None:
-    """Two workers that compute, four conversations that overlap: every later turn finds its prefix."""
+    """Two workers that compute, four conversations that overlap; one turn may be sent to the worker that's less busy."""
     fleet.wait_for(lambda: len(_workers(fleet)) == 2, 60)
     with ThreadPoolExecutor(4) as pool:
-        hits = list(itertools.chain.from_iterable(pool.map(lambda n: _talk(fleet, n, 3, max_tokens=6), range(4))))
-    assert [True] * 8 == hits
-    assert 8 <= fleet.metric("sluicegate_routed_jobs_total", outcome="held")
+        hits = list(itertools.chain.from_iterable(pool.map(lambda n: _talk(fleet, n, 3, 3, max_tokens=6), range(4))))
+    assert 8 == len(hits)
+    assert sum(hits) >= 7
+    assert 7 <= fleet.metric("sluicegate_routed_jobs_total", outcome="held")
 
 
 def test_a_session_sticks_to_a_worker_and_moves_when_it_dies(trio) -> None:
