@@ -85,7 +85,7 @@ def _talk(stack, number: int, turns: int, length: int = 1, **options) -> list[bo
 def test_turns_of_a_conversation_go_where_its_prefix_is(trio) -> None:
     """Of nine conversations at a time, 95% of the later turns find what was said before; and not all are on one worker."""
     with ThreadPoolExecutor(CONVERSATIONS) as pool:
-        found = pool.map(lambda number: _talk(trio, number, TURNS), range(CONVERSATIONS))
+        found = pool.map(lambda number: _talk(trio, number, TURNS, 3), range(CONVERSATIONS))
         hits = list(itertools.chain.from_iterable(found))
     assert CONVERSATIONS * (TURNS - 1) == len(hits)
     assert sum(hits) >= 0.95 * len(hits)
