@@ -7,7 +7,7 @@ from dataclasses import replace
 from kernels.backend import Backend
 from worker.model import glm4_moe
 from worker.model.checkpoint import Checkpoint
-from worker.model.config import ExpertsConfig, LatentConfig, ModelConfig
+from worker.model.config import MAX_LAYERS, ExpertsConfig, LatentConfig, ModelConfig
 from worker.model.decoder import Decoder, Layer
 from worker.model.errors import ModelError
 from worker.model.hf_fields import Fields, decoder_config
@@ -29,7 +29,7 @@ def read_config(fields: Fields) -> ModelConfig:
     fields.refuse_others("rope_interleave")
     q_rank = fields.get("q_lora_rank", int) if fields.has("q_lora_rank") else None
     config = latent_config(fields, q_rank, is_interleaved=fields.get("rope_interleave", bool, True))
-    num_dense = max(0, min(fields.get("first_k_dense_replace", int, 0), config.num_layers))
+    num_dense = max(0, min(fields.get("first_k_dense_replace", int, 0), config.num_layers, MAX_LAYERS))
     return replace(config, experts=experts_config(fields, frozenset(range(num_dense))))
 
 

@@ -4,7 +4,7 @@ chosen by sigmoids with a correction (GLM-4.5 Team, 2025). Layers past the last,
 from dataclasses import replace
 
 from worker.model import qwen3_moe
-from worker.model.config import ExpertsConfig, ModelConfig
+from worker.model.config import MAX_LAYERS, ExpertsConfig, ModelConfig
 from worker.model.hf_fields import Fields, decoder_config
 
 NAMES = qwen3_moe.NAMES | {
@@ -22,7 +22,7 @@ def read_config(fields: Fields) -> ModelConfig:
     config = decoder_config(fields)
     part = fields.rope.get("partial_rotary_factor", float, fields.get("partial_rotary_factor", float, 0.5))
     size = fields.get("moe_intermediate_size", int)
-    num_dense = max(0, min(fields.get("first_k_dense_replace", int, 1), config.num_layers))
+    num_dense = max(0, min(fields.get("first_k_dense_replace", int, 1), config.num_layers, MAX_LAYERS))
     experts = ExpertsConfig(
         num_experts=fields.first_of(("n_routed_experts", "num_local_experts"), int),
         top_k=fields.get("num_experts_per_tok", int, 8),

@@ -161,6 +161,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "q_lora_rank -1": ("deepseek_v3", {"q_lora_rank": -1}),
     "v_head_dim must be int": ("deepseek_v3", {"v_head_dim": "28"}),
     "head_dim 264": ("deepseek_v3", {"qk_nope_head_dim": 252}),
+    "num_layers": ("deepseek_v3", {"num_hidden_layers": 10**9, "first_k_dense_replace": 10**9}),
+    "num_layers 1000000001": ("glm4_moe", {"num_hidden_layers": 10**9 + 1, "first_k_dense_replace": 10**9}),
     "rope_interleave": ("glm_moe_dsa", {"rope_interleave": False}),
     "indexer_rope_interleave": ("glm_moe_dsa", {"indexer_rope_interleave": False}),
     "q_lora_rank is missing": ("glm_moe_dsa", {"q_lora_rank": None}),
