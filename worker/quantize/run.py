@@ -16,9 +16,8 @@ from worker.quantize.rounding import Precision, Quantized, rounded_to_nearest
 from worker.quantize.shard_writer import ShardWriter
 from worker.quantize.source import CONFIG, INDEX, SINGLE, Source
 
-CHUNK_ELEMENTS = (
-    1 << 21
-)  # of a matrix, worked on at a time: 8 MB in float32, and a few times that while scales are searched
+# Of a matrix, worked on at a time: 2 MB in float32, and ten times that while scales are searched.
+CHUNK_ELEMENTS = 1 << 19
 Progress = Callable[[int], None]  # told how many bytes of the source more are done
 
 
