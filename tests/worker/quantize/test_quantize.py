@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from worker.quantize.rounding import Precision
 
 Make = Callable[..., Path]
 PLAIN = Options()
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 CASES = {
     "g32": Options(), "g64 with minimum": Options(group_size=64, is_symmetric=False), "g128": Options(group_size=128),
     "gptq": Options(method="gptq", calibration_tokens=1024, shard_bytes=100_000),
@@ -120,7 +122,7 @@ def test_killed_and_resumed(case: str, make_folder: Make, tmp_path: Path) -> Non
     killed = tmp_path / "killed"
     for after in (9, 14):
         command = [sys.executable, "-c", _KILLED, str(source), str(killed), str(after), repr(CASES[case])]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=ONE_THREAD)
         assert -9 == done.returncode, done.stderr
         assert not (killed / "config.json").exists()
         assert not json.loads((killed / MANIFEST).read_text())["is_complete"]
