@@ -1,4 +1,4 @@
-"""Who takes part: our engine in each of its KV formats, and the peers, each with the settings at which it is fastest.
+"""Who takes part: our engine in each of its KV formats and with activations of 8 bits, and the peers, each with the settings at which it is fastest.
 
 A peer lives in a folder of its own under `.peers` (made by `setup_peers`). One that cannot be had takes part as well, as a column that
 says why.
@@ -13,6 +13,7 @@ from typing import Any
 OURS = "sluicegate"
 OURS_BF16 = "sluicegate-bf16"
 OURS_FP8 = "sluicegate-fp8"
+OURS_8_BITS = "sluicegate8"  # no variant of OURS: in no row does it count as our best
 # Runs a module of `bench` in another Python without putting our other packages in its way: some have names of libraries' own.
 _LAUNCH = (
     "import runpy, sys, types; package = types.ModuleType('bench'); package.__path__ = [sys.argv[1]]; "
@@ -99,13 +100,21 @@ PEERS = (
 
 
 def ours(kv_tokens: int) -> tuple[Contender, ...]:
-    """Our engine, once for each KV format, with a pool for so many tokens; the default format comes first."""
+    """Our engine, once for each KV format and once with activations of 8 bits, with a pool for so many tokens; the default comes first."""
     command = (sys.executable, "-m", "bench.engines.ours")
-    formats = ((OURS, "FP16", "fp16"), (OURS_BF16, "BF16", "bf16"), (OURS_FP8, "FP8", "fp8"))
-    return tuple(
-        Contender(name, f"Sluicegate, {shown} KV", command, options={"kv_dtype": kv_dtype, "kv_tokens": kv_tokens})
-        for name, shown, kv_dtype in formats
+    settings = (
+        (OURS, "FP16 KV", "fp16", 16),
+        (OURS_BF16, "BF16 KV", "bf16", 16),
+        (OURS_FP8, "FP8 KV", "fp8", 16),
+        (OURS_8_BITS, "8-bit activations", "fp16", 8),
     )
+    return tuple(
+        Contender(
+            name, f"Sluicegate, {shown}", command,
+            options={"kv_dtype": kv_dtype, "kv_tokens": kv_tokens, "activations_bits": bits},
+        )
+        for name, shown, kv_dtype, bits in settings
+    )  # fmt: skip
 
 
 def peers(folder: Path) -> tuple[Contender, ...]:

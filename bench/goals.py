@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from bench.contenders import OURS, OURS_FP8
+from bench.contenders import OURS, OURS_8_BITS, OURS_FP8
 from bench.results import Results
 
 REACHED, MISSED, UNKNOWN = "reached", "missed", "not measured"
@@ -37,11 +37,11 @@ def judged(results: Results) -> list[dict[str, Any]]:
     return [goal.judge(results) for goal in GOALS]
 
 
-def _ratio(row: str, peer: str) -> Callable[[Results], float | None]:
-    """How many times a peer's rate ours is, with our default KV format."""
+def _ratio(row: str, peer: str, engine: str = OURS) -> Callable[[Results], float | None]:
+    """How many times a peer's rate ours is, with our defaults unless told otherwise."""
 
     def value(results: Results) -> float | None:
-        ours, theirs = results.rate(OURS, row), results.best_rate(peer, row)
+        ours, theirs = results.rate(engine, row), results.best_rate(peer, row)
         return ours / theirs if ours and theirs else None
 
     return value
@@ -105,6 +105,13 @@ GOALS = (
     *(Goal(f"decode, {n} streams, over llama.cpp", 3, _ratio(f"decode-{n}x128", "llama.cpp")) for n in (8, 16, 32)),
     *(Goal(f"decode, {n} streams, over vLLM", 4, _ratio(f"decode-{n}x128", "vllm")) for n in (8, 16, 32)),
     *(Goal(f"prefill of {n:,}, over OpenVINO", 1.1, _ratio(f"prefill-{n}", "openvino")) for n in (512, 2048)),
+    *(
+        Goal(
+            f"prefill of {n:,} with 8-bit activations, as OpenVINO computes, over OpenVINO", 1.1,
+            _ratio(f"prefill-{n}", "openvino", OURS_8_BITS),
+        )
+        for n in (512, 2048)
+    ),
     *(Goal(f"prefill of {n:,}, over llama.cpp", 4, _ratio(f"prefill-{n}", "llama.cpp")) for n in (512, 2048)),
     Goal(
         "a decode step at 8,000 tokens over one at 512, FP8 KV", 2,

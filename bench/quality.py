@@ -1,7 +1,7 @@
 """What quantization costs: our engine's logits on English prose next to a float32 model of the same dequantized weights.
 
 The float32 model is transformers', fed by `float_weights`; the text is Python's language reference. Two things round here: the kernels
-(INT4 weights are exact in both), and the KV cache.
+(INT4 weights are exact in both; activations have 16 bits or 8), and the KV cache.
 """
 
 import json
@@ -33,7 +33,7 @@ def report(name: str, model: Path, num_tokens: int, out: Path) -> str:
 
 
 def measure(model: Path, num_tokens: int) -> list[Comparison]:
-    """The float32 model against itself, then our engine with each KV format."""
+    """The float32 model against itself, then our engine with each KV format, and with 8-bit activations."""
     loaded = load_model(model, resolve("auto"))
     try:
         windows = evaluation_windows(loaded, num_tokens)
@@ -41,17 +41,20 @@ def measure(model: Path, num_tokens: int) -> list[Comparison]:
         raise QualityError(str(error)) from None
     reference = _float_model(model)
     truth = Comparison("float32 of the same dequantized weights")
-    entries: dict[KvDtype, Comparison] = {
-        "fp16": Comparison("INT4, fp16 KV"),
-        "bf16": Comparison("INT4, bf16 KV"),
-        "fp8": Comparison("INT4, FP8 (e4m3) KV"),
+    entries: dict[tuple[KvDtype, int], Comparison] = {
+        ("fp16", 16): Comparison("INT4, fp16 KV"),
+        ("bf16", 16): Comparison("INT4, bf16 KV"),
+        ("fp8", 16): Comparison("INT4, FP8 (e4m3) KV"),
+        ("fp16", 8): Comparison("INT4, fp16 KV, 8-bit activations"),
     }
     for window in windows:
         targets = torch.tensor(window[1:])
         expected = reference(window)[:-1]
         truth.add(expected, expected, targets)
-        for kv_dtype, entry in entries.items():
+        for (kv_dtype, bits), entry in entries.items():
+            resolve("auto", bits)
             entry.add(logits_of(loaded, window, kv_dtype)[:-1], expected, targets)
+    resolve("auto")
     return [truth, *entries.values()]
 
 

@@ -105,5 +105,5 @@ def _contenders(options: RunOptions) -> tuple[contenders.Contender, ...]:
         everybody += contenders.peers(options.peers)
     if options.only:
         return tuple(one for one in everybody if one.name in options.only)
-    # In a run with peers, two formats of ours are enough: each costs a minute and more.
+    # In a run with peers, two KV formats of ours are enough: each costs a minute and more.
     return tuple(one for one in everybody if options.peers is None or one.name != contenders.OURS_BF16)

@@ -18,15 +18,25 @@ class Backend(StrEnum):
     GPU = "gpu"
 
 
-def resolve(choice: str) -> Backend:
+def resolve(choice: str, activations_bits: int = 16) -> Backend:
     """The backend for `auto`, `ref`, `cpu` or `gpu`; for CPU also picks the instruction set, and leaves torch itself one thread.
 
     `auto` is the GPU where torch sees one, else the CPU. SLUICEGATE_ISA (portable, avx2, avx512) and SLUICEGATE_THREADS override what is
-    detected. With TRITON_INTERPRET=1, `gpu` runs Triton's interpreter on the CPU, for tests. Raises KernelError if the choice can't be had
-    here.
+    detected. With TRITON_INTERPRET=1, `gpu` runs Triton's interpreter on the CPU, for tests. `activations_bits` is to how many bits, 16 or 8,
+    native quantized products round their activations; the other backends round none to integers and take 16 only. Like the instruction
+    set it's the process's. Raises KernelError if the choice can't be had here.
     """
+    backend = _resolve(choice, activations_bits)
+    if activations_bits != 16 and backend is not Backend.CPU:
+        raise KernelError(f"activations_bits: {activations_bits} needs the cpu kernels, these are {backend}")
+    return backend
+
+
+def _resolve(choice: str, activations_bits: int) -> Backend:
     if choice == "ref":
         return Backend.REF
+    if activations_bits not in {8, 16}:
+        raise KernelError(f"activations_bits: must be 16 or 8, got {activations_bits}")
     if choice not in {"auto", "cpu", "gpu"}:
         raise KernelError(f"kernels: unknown backend {choice!r}; choose auto, gpu, cpu or ref")
     if choice == "gpu" or (choice == "auto" and torch.cuda.is_available() and not _is_interpreting()):
@@ -37,7 +47,7 @@ def resolve(choice: str) -> Backend:
     except ImportError as error:
         raise KernelError(f"kernels: the native module is not built ({error}); run `make setup`") from None
     try:
-        _native.select(os.environ.get("SLUICEGATE_ISA", ""))
+        _native.select(os.environ.get("SLUICEGATE_ISA", ""), activations_bits)
     except ValueError as error:
         raise KernelError(f"SLUICEGATE_ISA: {error}") from None
     _set_threads(os.environ.get("SLUICEGATE_THREADS"))
@@ -92,4 +102,9 @@ def describe(backend: Backend) -> dict[str, str | int]:
         return {"kernels": "gpu", "device": device, "triton": str(triton.__version__)}
     from kernels import _native
 
-    return {"kernels": "cpu", "isa": _native.selected(), "threads": _native.num_threads()}
+    return {
+        "kernels": "cpu",
+        "isa": _native.selected(),
+        "threads": _native.num_threads(),
+        "activations_bits": _native.activations_bits(),
+    }

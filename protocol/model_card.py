@@ -44,6 +44,7 @@ class ModelCard:
     owned_by: str = "sluicegate"
     kv_dtype: str = "bf16"
     is_synthetic: bool = False
+    activations_bits: int = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,10 @@ def _engine(parser: argparse.ArgumentParser) -> None:
         "model's own, else 1",
     )  # fmt: skip
     parser.add_argument(
+        "--activations-bits", type=int, choices=(16, 8), default=16,
+        help="what products with quantized weights round activations to; 8 makes prompts cheaper and answers less exact",
+    )  # fmt: skip
+    parser.add_argument(
         "--integrity", choices=("off", "lease", "seal", "full"), default="seal",
         help="how far the KV cache is checked: not; page tables, before each step; and prefixes, before their first use, and the pool, "
         "in the background; and every page, in the pass that reads it",

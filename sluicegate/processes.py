@@ -66,6 +66,7 @@ def worker(arguments: Namespace) -> None:
             kernels=arguments.kernels,
             kv_dtype=arguments.kv_dtype,
             kv_scales=arguments.kv_scales,
+            activations_bits=arguments.activations_bits,
             integrity=arguments.integrity,
             allow_fault_injection=arguments.allow_fault_injection,
             kv_tokens=arguments.kv_tokens,

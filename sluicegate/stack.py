@@ -46,7 +46,7 @@ def up(arguments: Namespace) -> None:
     settings = StackSettings(
         data=data, host=arguments.host, port=arguments.port, model_name=arguments.name or name, model=model,
         workers=arguments.workers, kv_dtype=arguments.kv_dtype, kv_scales=arguments.kv_scales,
-        integrity=arguments.integrity,
+        activations_bits=arguments.activations_bits, integrity=arguments.integrity,
         allow_fault_injection=arguments.allow_fault_injection,
         kv_tokens=arguments.kv_tokens, page_size=arguments.page_size, max_sequences=arguments.max_sequences,
         drain_grace_s=arguments.drain_grace, prefill_rate=arguments.prefill_rate, decode_rate=arguments.decode_rate,

@@ -24,6 +24,7 @@ class StackSettings:
     prefill_rate: float = 0.0
     decode_rate: float = 0.0
     context: int = 8192
+    activations_bits: int = 16
     tenants: Path | None = None
     kv_scales: str = "auto"
 
@@ -34,6 +35,7 @@ class StackSettings:
             "--kv-scales", self.kv_scales,
             "--integrity", self.integrity, "--kv-tokens", str(self.kv_tokens), "--page-size", str(self.page_size),
             "--max-sequences", str(self.max_sequences), "--drain-grace", str(self.drain_grace_s),
+            "--activations-bits", str(self.activations_bits),
         ]  # fmt: skip
 
     def _engine_flags(self) -> list[str]:

@@ -23,7 +23,7 @@ from worker.settings import WorkerSettings
 
 def preparation(settings: WorkerSettings) -> Callable[[], Prepared]:
     """The function that loads the model; raises KernelError at once, the function ModelError."""
-    backend = resolve(settings.kernels)
+    backend = resolve(settings.kernels, settings.activations_bits)
     if backend is Backend.GPU:
         raise KernelError("kernels: models don't run on GPUs yet, only the kernels do; choose cpu or ref")
     return partial(_prepare, settings, backend)
@@ -40,7 +40,7 @@ def _prepare(settings: WorkerSettings, backend: Backend) -> Prepared:
         "kv_dtype": settings.kv_dtype, "kv_scales": scales.origin, "kv_bytes": kv.nbytes, "integrity": settings.integrity,
         **describe(backend),
     }  # fmt: skip
-    kv_format = f"{settings.kv_dtype}/page{settings.page_size}/scales-{scales.fingerprint}/v1"
+    kv_format = f"{settings.kv_dtype}/page{settings.page_size}/scales-{scales.fingerprint}/activations{settings.activations_bits}/v1"
     return Prepared(card, _engine(loaded, kv, kv_format, settings, card.max_request_tokens, backend), facts)
 
 
@@ -62,6 +62,7 @@ def _card(loaded: LoadedModel, settings: WorkerSettings, created_s: int) -> Mode
         tokenizer=loaded.tokenizer,
         created_s=created_s,
         kv_dtype=settings.kv_dtype,
+        activations_bits=settings.activations_bits,
     )
 
 

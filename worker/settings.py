@@ -37,6 +37,7 @@ class SyntheticSettings:
 class WorkerSettings:
     """Sizes are in tokens unless the name says otherwise. Either a model or `synthetic` is given.
 
+    `activations_bits` is what the products with quantized weights round activations to: 8 makes prompts cheaper and answers less exact.
     `step_tokens` bounds the tokens of one engine step, and with it how long a running stream waits for somebody's prompt.
     `kv_scales` is 1, checkpoint, auto or a file (`worker/kv_scales.py`).
     `stall_s` is how long a step may take before the worker stops calling itself alive and renewing its leases; `lease_s` how long after the
@@ -52,6 +53,7 @@ class WorkerSettings:
     kernels: str = "auto"
     kv_dtype: KvDtype = "fp16"
     kv_scales: str = "auto"
+    activations_bits: int = 16
     integrity: IntegrityMode = "seal"
     allow_fault_injection: bool = False
     kv_tokens: int = 16384
@@ -69,6 +71,8 @@ class WorkerSettings:
     routing_key: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
+        if self.activations_bits not in {8, 16}:
+            raise SettingsError(f"activations_bits must be 16 or 8, got {self.activations_bits}")
         if self.page_size not in {1, 2, 4, 8, 16, 32, 64, 128, 256}:
             raise SettingsError(f"page_size must be a power of two from 1 to 256, got {self.page_size}")
         if self.kv_tokens < 2 * self.page_size:

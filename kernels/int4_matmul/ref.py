@@ -1,12 +1,13 @@
-"""y = x @ W.T in plain torch, in two forms: with float activations (the truth about the weights), and with the 16-bit activations
-that the native version uses (the truth about its arithmetic)."""
+"""y = x @ W.T in plain torch, in two forms: with float activations (the truth about the weights), and with the activations of 16 or 8
+bits that the native version uses (the truth about its arithmetic)."""
 
 import torch
 
 from kernels.weights import Quantized, Weight
 
 ROW_TILE = 16
-MAX_CODE = 127 * 256
+MAX_CODE = 127 * 256  # of 16 bits
+MAX_BYTE = 127
 _WEIGHT_ROWS = 4096
 
 
@@ -25,22 +26,23 @@ def matmul_float_activations(x: torch.Tensor, w: Weight) -> torch.Tensor:
     return torch.cat(parts, dim=1)[:num_rows].contiguous()
 
 
-def quantize_activations(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric 16-bit codes per row and group: int32 [M, K / g, g] and scale float32 [M, K / g], x ~ codes * scale.
+def quantize_activations(x: torch.Tensor, group: int, bits: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric codes of 16 or 8 bits per row and group: int32 [M, K / g, g] and scale float32 [M, K / g], x ~ codes * scale.
 
-    A code is 256 * high + low of two signed bytes; a low byte of -128 is stepped over, since AVX2 could not negate it.
+    A code of 16 bits is 256 * high + low of two signed bytes; a low byte of -128 is stepped over, since AVX2 could not negate it.
     """
     grouped = x.view(x.shape[0], -1, group)
     amax = grouped.abs().amax(dim=2)
+    largest = MAX_CODE if bits == 16 else MAX_BYTE
     inverse = torch.where(
-        amax > 1e-30, torch.full_like(amax, MAX_CODE) / amax, torch.zeros_like(amax)
+        amax > 1e-30, torch.full_like(amax, largest) / amax, torch.zeros_like(amax)
     )  # number / tensor would round twice
     codes = torch.round(grouped * inverse.unsqueeze(2)).to(torch.int32)
-    return codes + (codes & 255).eq(128).int(), amax / MAX_CODE
+    return codes + (codes & 255).eq(128).int() if bits == 16 else codes, amax / largest
 
 
-def matmul_int16_activations(x: torch.Tensor, w: Quantized) -> torch.Tensor:
+def matmul_rounded_activations(x: torch.Tensor, w: Quantized, bits: int = 16) -> torch.Tensor:
     """What the native version computes, in float64: float64 [M, N]."""
-    codes, scale = quantize_activations(x, w.group_size)
+    codes, scale = quantize_activations(x, w.group_size, bits)
     rounded = codes.double() * scale.double().unsqueeze(2)
     return rounded.flatten(1) @ w.dequantize().double().T

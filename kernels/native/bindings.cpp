@@ -22,6 +22,7 @@ using namespace sluicegate;
 namespace {
 
 const Ops* current = nullptr;
+int activations_bits = 16;  // of the quantized products
 
 // The op calls of a forward pass, with their addresses and sizes: made once by running the model's Python code while it records, and run
 // again as often as wanted in one call.
@@ -83,7 +84,7 @@ SealExpectation expectation(const SealTuple& numbers) {
 
 QuantizedMatrix matrix(uintptr_t packed, int64_t n, int64_t k, int group, int bits, int scale_bytes, bool has_minimum,
                        uintptr_t order) {
-    return {at<const uint8_t>(packed), n, k, group, bits, scale_bytes, has_minimum, at<const int32_t>(order)};
+    return {at<const uint8_t>(packed), n, k, group, bits, scale_bytes, has_minimum, at<const int32_t>(order), activations_bits / 8};
 }
 
 // Experts as `moe/native.py` describes them: address and bytes of one; sizes; group, bits (0: dense), scale bytes, minimum; dense type.
@@ -113,11 +114,14 @@ NB_MODULE(_native, m) {
             for (const auto& call : program.calls) call();
         });
     m.def("record", [](Program* program) { recording = program; }, nb::arg("program").none());
-    m.def("select", [](const std::string& isa) {
+    m.def("select", [](const std::string& isa, int bits) {
+        if (bits != 16 && bits != 8) throw std::invalid_argument("activations have 16 or 8 bits, not " + std::to_string(bits));
         current = &choose_ops(isa.c_str());
+        activations_bits = bits;
         return std::string(current->name);
-    });
+    }, nb::arg("isa"), nb::arg("activations_bits") = 16);
     m.def("selected", [] { return std::string(ops().name); });
+    m.def("activations_bits", [] { return activations_bits; });
     m.def("set_num_threads", [](int count) { ThreadPool::instance().resize(count); });
     m.def("num_threads", [] { return ThreadPool::instance().size(); });
     // Packing happens at load, and is never part of a recording.

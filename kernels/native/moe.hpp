@@ -202,6 +202,7 @@ private:
             to.floats.resize(rows * cols);
             return;
         }
+        to.tiles.planes = matrices.one.planes;
         to.tiles.group = matrices.one.group_size;
         to.tiles.groups = cols / matrices.one.group_size;
         to.tiles.bytes.resize(static_cast<size_t>(rows * to.tiles.row_bytes()));
@@ -245,16 +246,11 @@ private:
             else dense_rows_of<Dense::f32>(from, segment.count, packed, w, first, end, to);
             return;
         }
-        const int64_t panel_bytes = matrices.expert_bytes / ((w.num_rows + kLanes - 1) / kLanes);
+        QuantizedMatrix expert = w;
+        expert.packed = packed;
         for (int64_t row = 0; row < segment.count;) {
-            const int64_t count = Activations::tile_rows(row, segment.count);
-            const uint8_t* tile = x.tiles.tile(segment.first + row);
-            for (int64_t p = first; p < end; ++p) {
-                float* to = out + (segment.first + row) * stride + p * kLanes;
-                const int64_t n = w.num_rows - p * kLanes;
-                if (w.bits == 4) panel_tile<4>(packed + p * panel_bytes, w, tile, count, to, stride, n);
-                else panel_tile<8>(packed + p * panel_bytes, w, tile, count, to, stride, n);
-            }
+            const int64_t count = Activations::tile_rows(row, segment.count), at = segment.first + row;
+            multiply_tile(expert, first, end, w.planes, x.tiles.tile(at), count, out + at * stride, stride);
             row += count;
         }
     }

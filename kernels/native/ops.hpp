@@ -18,6 +18,12 @@ struct QuantizedMatrix {
     int32_t scale_bytes; // 2 (float16) or 4 (float32)
     bool has_minimum;
     const int32_t* order;  // column i is multiplied with input order[i]; null: with input i
+    int32_t planes;      // bytes of an activation's code: 2, or 1
+
+    int64_t num_panels() const { return (num_rows + 15) / 16; }
+    int64_t panel_bytes() const {
+        return num_cols / group_size * 16 * (group_size * bits / 8 + scale_bytes * (has_minimum ? 2 : 1));
+    }
 };
 
 // 8-bit floats (e4m3) in panels of 16 rows: for each panel the codes [cols, 16], then a scale for each row and group of 128 columns,

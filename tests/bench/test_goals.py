@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.contenders import OURS, OURS_FP8
+from bench.contenders import OURS, OURS_8_BITS, OURS_FP8
 from bench.goals import judged, slower_than_a_peer
 from bench.results import Cell, EngineResult, Results, Row, WorkerResult
 
@@ -31,6 +31,20 @@ def test_figures_decide(results: Results) -> None:
     assert ("missed", "2.50x") == states["a decode step at 8,000 tokens over one at 512, FP8 KV"]
     assert ("reached", "5.50 s") == states["`sluicegate worker` to ready, warm file cache"]
     assert ("not measured", "-") == states["prefill of 512, over OpenVINO"]
+
+
+def test_activations_of_8_bits_have_goals_of_their_own(results: Results) -> None:
+    """They are judged beside OpenVINO, which computes so, and never count as the default."""
+    results.engines += [
+        EngineResult(OURS_8_BITS, "ours, 8 bits", rows={"prefill-512": Cell([1200.0])}),
+        EngineResult("openvino", "OpenVINO", rows={"prefill-512": Cell([1000.0])}),
+    ]
+    states = {goal["goal"]: (goal["state"], goal["shown"]) for goal in judged(results)}
+
+    assert ("missed", "0.50x") == states["prefill of 512, over OpenVINO"]
+    title = "prefill of 512 with 8-bit activations, as OpenVINO computes, over OpenVINO"
+    assert ("reached", "1.20x") == states[title]
+    assert "prefill: OpenVINO is 2.00 times as fast" in slower_than_a_peer(results)
 
 
 def test_rows_that_are_lost_are_named(results: Results) -> None:

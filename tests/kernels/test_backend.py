@@ -85,7 +85,18 @@ def test_isa_from_the_environment(monkeypatch):
     """SLUICEGATE_ISA forces a lower instruction set, and the log says so."""
     monkeypatch.setenv("SLUICEGATE_ISA", "portable")
     backend = resolve("cpu")
-    assert describe(backend) == {"kernels": "cpu", "isa": "portable", "threads": _native.num_threads()}
+    threads = _native.num_threads()
+    assert describe(backend) == {"kernels": "cpu", "isa": "portable", "threads": threads, "activations_bits": 16}
+
+
+def test_bits_of_activations():
+    """Native products can be told to round activations to 8 bits; other backends and other numbers are refused."""
+    assert describe(resolve("cpu", 8))["activations_bits"] == 8
+    assert describe(resolve("cpu"))["activations_bits"] == 16
+    with pytest.raises(KernelError, match="activations_bits: 8 needs the cpu kernels, these are ref"):
+        resolve("ref", 8)
+    with pytest.raises(KernelError, match="activations_bits: must be 16 or 8, got 4"):
+        resolve("cpu", 4)
 
 
 def test_reference_describes_itself():

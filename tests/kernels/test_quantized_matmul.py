@@ -6,7 +6,7 @@ import torch
 
 from kernels.backend import Backend
 from kernels.int4_matmul import int4_matmul
-from kernels.int4_matmul.ref import MAX_CODE, matmul_int16_activations, quantize_activations
+from kernels.int4_matmul.ref import MAX_CODE, matmul_rounded_activations, quantize_activations
 from kernels.int8_matmul import int8_matmul
 from kernels.weights import Int4Weight, Int8Weight
 
@@ -30,7 +30,7 @@ def test_int4_shapes(backend, check_close, make_int4, poisoned, m, n, k, group, 
     y = int4_matmul(x, w, poisoned(m, n), backend=backend)
     check_close("matmul_rounding", y, x.double() @ w.dequantize().double().T)
     if backend is Backend.CPU:
-        check_close("matmul", y, matmul_int16_activations(x, w))
+        check_close("matmul", y, matmul_rounded_activations(x, w))
 
 
 @pytest.mark.parametrize("has_minimum", [False, True], ids=["scale", "scale-and-minimum"])
@@ -42,7 +42,7 @@ def test_int8_shapes(backend, check_close, make_int8, poisoned, m, n, k, group, 
     y = int8_matmul(x, w, poisoned(m, n), backend=backend)
     check_close("matmul_rounding", y, x.double() @ w.dequantize().double().T)
     if backend is Backend.CPU:
-        check_close("matmul", y, matmul_int16_activations(x, w))
+        check_close("matmul", y, matmul_rounded_activations(x, w))
 
 
 @pytest.mark.parametrize("m", ROWS)
@@ -50,14 +50,14 @@ def test_every_number_of_rows(isa, check_close, make_int4, make_int8, m):
     """All row tiles and their remainders compute the same function."""
     x = activations(m, 96)
     four, eight = make_int4(40, 96), make_int8(40, 96)
-    check_close("matmul", int4_matmul(x, four, backend=Backend.CPU), matmul_int16_activations(x, four))
-    check_close("matmul", int8_matmul(x, eight, backend=Backend.CPU), matmul_int16_activations(x, eight))
+    check_close("matmul", int4_matmul(x, four, backend=Backend.CPU), matmul_rounded_activations(x, four))
+    check_close("matmul", int8_matmul(x, eight, backend=Backend.CPU), matmul_rounded_activations(x, eight))
 
 
 def test_more_rows_than_one_cache_block(isa, check_close, make_int4):
     """Long prompts are computed in several sweeps over the weights."""
     x, w = activations(300, 64), make_int4(48, 64)
-    check_close("matmul", int4_matmul(x, w, backend=Backend.CPU), matmul_int16_activations(x, w))
+    check_close("matmul", int4_matmul(x, w, backend=Backend.CPU), matmul_rounded_activations(x, w))
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
