@@ -112,21 +112,18 @@ inline Sums token_sums(const Stored* part, int64_t dim, int64_t page_size, int64
     return sum_words(reinterpret_cast<const uint8_t*>(part + offset * dim), keys + offset * words, page_size * words, words);
 }
 
-// The sums of a row's key and value, which lie at `offset` in a page whose parts for one head begin at k and v.
+// Writes a row's key among keys that lie by dimension; returns by how much that changes the sums.
 template <typename Stored>
-inline Sums row_sums(const KvLayer& layer, const Stored* k, const Stored* v, int64_t offset) {
+inline Sums write_column(const KvLayer& layer, const Stored* key, int64_t offset, Stored* keys) {
     const int64_t words = k_bytes(layer) / 2;
-    Sums sums;
-    if (layer.keys_by_token) {
-        sums = token_sums(k, layer.head_dim, layer.page_size, offset, layer.seals.k_words);
-    } else {
-        for (int64_t i = 0; i < layer.head_dim; ++i) {
-            const int64_t key = i * layer.page_size + offset;
-            sums += product(k[key], key, layer.seals.k_words, words);
-        }
+    Sums change;
+    for (int64_t i = 0; i < layer.head_dim; ++i) {
+        const int64_t at = i * layer.page_size + offset;
+        const Sums before = product(keys[at], at, layer.seals.k_words, words), after = product(key[i], at, layer.seals.k_words, words);
+        change += {after.first - before.first, after.second - before.second};
+        keys[at] = key[i];
     }
-    if (layer.v_dim > 0) sums += token_sums(v, layer.v_dim, layer.page_size, offset, layer.seals.v_words);
-    return sums;
+    return change;
 }
 
 inline KvLayer layer_at(const KvLayers& layers, int64_t index) {

@@ -149,37 +149,46 @@ inline void encode(const float* from, float scale, int64_t dim, uint8_t* to) {
     }
 }
 
+// Writes a row that lies by token, `to` being its place; returns by how much that changes the sums of its part of the page.
+template <KvType kType, typename Stored>
+inline Sums write_row(const float* from, float scale, int64_t dim, int64_t page_size, int64_t offset, const int16_t* words, Stored* part) {
+    const auto sums = [&] { return words == nullptr ? Sums{} : token_sums(part, dim, page_size, offset, words); };
+    const Sums before = sums();
+    encode<kType>(from, scale, dim, reinterpret_cast<uint8_t*>(part + offset * dim));
+    const Sums after = sums();
+    return {after.first - before.first, after.second - before.second};
+}
+
 template <KvType kType>
 void kv_write_typed(const float* k, int64_t k_stride, const float* v, int64_t v_stride, const int64_t* slots, int64_t rows,
                     const KvLayer& layer) {
     using Stored = std::conditional_t<kType == KvType::fp8, uint8_t, uint16_t>;
     const int64_t heads = layer.num_kv_heads, dim = layer.head_dim, v_dim = layer.v_dim, page_size = layer.page_size;
+    const LayerSeals& seals = layer.seals;
     for_rows(rows, heads * (dim + v_dim) * 4, [&](int64_t row) {
         if (slots[row] < 0) return;
         const int64_t page = slots[row] / page_size, offset = slots[row] % page_size;
-        const bool has_seals = layer.seals.tags != nullptr;
         for (int64_t head = 0; head < heads; ++head) {
             auto* keys = reinterpret_cast<Stored*>(layer.k) + (page * heads + head) * page_size * dim;
             auto* values = reinterpret_cast<Stored*>(layer.v) + (page * heads + head) * page_size * v_dim;
-            const Sums before = has_seals ? row_sums(layer, keys, values, offset) : Sums{};
             const float* key = k + row * k_stride + head * dim;
+            Sums change;
             if (layer.keys_by_token) {
-                encode<kType>(key, layer.k_scale[head], dim, reinterpret_cast<uint8_t*>(keys + offset * dim));
+                change += write_row<kType>(key, layer.k_scale[head], dim, page_size, offset, seals.k_words, keys);
             } else {
                 alignas(64) Stored encoded[256];
                 encode<kType>(key, layer.k_scale[head], dim, reinterpret_cast<uint8_t*>(encoded));
-                for (int64_t i = 0; i < dim; ++i) keys[i * page_size + offset] = encoded[i];
+                if (seals.tags != nullptr) change += write_column(layer, encoded, offset, keys);
+                else for (int64_t i = 0; i < dim; ++i) keys[i * page_size + offset] = encoded[i];
             }
             if (v_dim > 0) {
                 const float* value = v + row * v_stride + head * v_dim;
-                encode<kType>(value, layer.v_scale[head], v_dim, reinterpret_cast<uint8_t*>(values + offset * v_dim));
+                change += write_row<kType>(value, layer.v_scale[head], v_dim, page_size, offset, seals.v_words, values);
             }
-            if (has_seals) {
-                const uint32_t* constants = layer.seals.rows + 2 * offset;
-                Sums change = row_sums(layer, keys, values, offset);
-                change += {constants[2] - constants[0] - before.first, constants[3] - constants[1] - before.second};
-                add_to_tag(layer, page, head, change);
-            }
+            if (seals.tags == nullptr) continue;
+            const uint32_t* constants = seals.rows + 2 * offset;
+            change += {constants[2] - constants[0], constants[3] - constants[1]};
+            add_to_tag(layer, page, head, change);
         }
     });
 }
