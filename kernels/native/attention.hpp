@@ -115,7 +115,9 @@ private:
         for (; query + kQueries <= ratio_; query += kQueries) row_queries<kType, kQueries>(span, query);
         if constexpr (kQueries == 4) {
             if (ratio_ - query == 3) row_queries<kType, 3>(span, query);
-            else if (ratio_ - query == 2) row_queries<kType, 2>(span, query);
+        }
+        if constexpr (kQueries > 1) {
+            if (ratio_ - query == 2) row_queries<kType, 2>(span, query);
             else if (ratio_ - query == 1) row_queries<kType, 1>(span, query);
         }
     }

@@ -25,28 +25,28 @@ struct PagedHead {
     bool has_vectors() const { return layer.page_size % kLanes == 0; }
 };
 
-// Products of kCount queries with keys [begin, end), 64 at a time. Up to 63 places behind are written too, with numbers that mean nothing.
+// Products of kCount queries with keys [begin, end), as many at a time as registers hold. Up to 63 places behind are written too, with numbers that mean nothing.
 template <KvType kType, int kCount>
 inline void score_pages(const float* const* q, float scale, const PagedHead& from, int64_t begin, int64_t end, float* scores) {
     const KvLayer& layer = from.layer;
     const int64_t page_size = layer.page_size;
-    for (int64_t key = begin; key < end; key += 4 * kLanes) {
-        int64_t at[4];  // beyond the end the last keys are read again
-        for (int j = 0; j < 4; ++j) at[j] = from.key_at(std::min(key + j * kLanes, (end - 1) / kLanes * kLanes));
-        V16 sum[kCount][4];
+    for (int64_t key = begin; key < end; key += kTileVectors * kLanes) {
+        int64_t at[kTileVectors];  // beyond the end the last keys are read again
+        for (int j = 0; j < kTileVectors; ++j) at[j] = from.key_at(std::min(key + j * kLanes, (end - 1) / kLanes * kLanes));
+        V16 sum[kCount][kTileVectors];
         for (auto& row : sum) {
             for (auto& part : row) part = V16::zero();
         }
         for (int64_t i = 0; i < layer.head_dim; ++i) {
-            V16 keys[4];
-            for (int j = 0; j < 4; ++j) keys[j] = load_16<kType>(layer.k, at[j] + i * page_size);
+            V16 keys[kTileVectors];
+            for (int j = 0; j < kTileVectors; ++j) keys[j] = load_16<kType>(layer.k, at[j] + i * page_size);
             for (int r = 0; r < kCount; ++r) {
                 const V16 value = V16::all(q[r][i]);
-                for (int j = 0; j < 4; ++j) sum[r][j].add_product(value, keys[j]);
+                for (int j = 0; j < kTileVectors; ++j) sum[r][j].add_product(value, keys[j]);
             }
         }
         for (int r = 0; r < kCount; ++r) {
-            for (int j = 0; j < 4; ++j) sum[r][j].times(V16::all(scale)).store(scores + r * kRange + key - begin + j * kLanes);
+            for (int j = 0; j < kTileVectors; ++j) sum[r][j].times(V16::all(scale)).store(scores + r * kRange + key - begin + j * kLanes);
         }
     }
 }
@@ -59,21 +59,21 @@ inline void weigh_pages(const float* weights, const PagedHead& from, int64_t beg
     const int64_t dim = layer.head_dim;
     int64_t at[kRange];
     for (int64_t key = first; key < last; ++key) at[key] = from.value_at(begin + key);
-    for (int64_t i = 0; i < dim; i += 4 * kLanes) {
-        V16 sum[kCount][4];
+    for (int64_t i = 0; i < dim; i += kTileVectors * kLanes) {
+        V16 sum[kCount][kTileVectors];
         for (auto& row : sum) {
             for (auto& part : row) part = V16::zero();
         }
         for (int64_t key = first; key < last; ++key) {
-            V16 parts[4];
-            for (int j = 0; j < 4; ++j) parts[j] = load_16<kType>(layer.v, at[key] + i + j * kLanes);
+            V16 parts[kTileVectors];
+            for (int j = 0; j < kTileVectors; ++j) parts[j] = load_16<kType>(layer.v, at[key] + i + j * kLanes);
             for (int r = 0; r < kCount; ++r) {
                 const V16 weight = V16::all(weights[r * kRange + key]);
-                for (int j = 0; j < 4; ++j) sum[r][j].add_product(weight, parts[j]);
+                for (int j = 0; j < kTileVectors; ++j) sum[r][j].add_product(weight, parts[j]);
             }
         }
         for (int r = 0; r < kCount; ++r) {
-            for (int j = 0; j < 4; ++j) sum[r][j].store(out + r * dim + i + j * kLanes);
+            for (int j = 0; j < kTileVectors; ++j) sum[r][j].store(out + r * dim + i + j * kLanes);
         }
     }
 }

@@ -107,7 +107,7 @@ struct V16 {
         return {_mm256_and_ps(_mm256_cmp_ps(x.a, low, _CMP_NLT_UQ), a), _mm256_and_ps(_mm256_cmp_ps(x.b, low, _CMP_NLT_UQ), b)};
     }
 };
-constexpr int kQueries = 1;
+constexpr int kQueries = 3;
 constexpr int kTileQueries = 3, kTileVectors = 2;
 #else
 struct V16 {

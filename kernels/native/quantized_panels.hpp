@@ -81,19 +81,45 @@ inline void dot_row(const uint8_t* codes, int group, const __m512i (*weights)[kQ
     }
 }
 
-// kCount panels, panel_bytes apart, times all rows of a tile: y [rows, kCount, 16]. A single row's sums stay in registers.
-template <int kPlanes, int kBits, int kCount, int kQuads, bool kIsSingle>
-[[gnu::noinline]] void multiply_panels(const uint8_t* panel, int64_t panel_bytes, const QuantizedMatrix& w, const uint8_t* tile,
-                                       int64_t num_rows, float* y) {
-    const int64_t rows = kIsSingle ? 1 : num_rows;
+// One panel times a single row, y [16]: there's nothing to share, and its sums stay in registers.
+template <int kPlanes, int kBits, int kQuads>
+[[gnu::noinline]] void multiply_row(const uint8_t* panel, const QuantizedMatrix& w, const uint8_t* row, float* y) {
+    const int group = w.group_size, code_bytes = group * kLanes * kBits / 8, scales = kLanes * w.scale_bytes;
+    const int64_t groups = w.num_cols / group;
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t g = 0; g < groups; ++g) {
+        const auto* step = reinterpret_cast<const float*>(row + kPlanes * group);
+        int32_t codes_sum;
+        std::memcpy(&codes_sum, step + 1, 4);
+        Floats scale, minimum;
+        load_scales(panel + code_bytes, w.scale_bytes, scale);
+        if (w.has_minimum) load_scales(panel + code_bytes + scales, w.scale_bytes, minimum);
+        __m512i dots = kBits == 8 ? _mm512_set1_epi32(-128 * codes_sum) : _mm512_setzero_si512();
+        const auto add = [&](int first) {
+            __m512i weights[1][kQuads];
+            unpack<kBits, kQuads>(panel + first * kLanes * kBits / 8, weights[0]);
+            dot_row<kPlanes, 1, kQuads>(row + first, group, weights, &dots);
+        };
+        if (group == kQuads * kQuad) add(0);
+        else for (int first = 0; first < group; first += kQuads * kQuad) add(first);
+        sum = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_load_ps(scale.v), _mm512_set1_ps(step[0])), _mm512_cvtepi32_ps(dots), sum);
+        if (w.has_minimum) sum = _mm512_fmadd_ps(_mm512_load_ps(minimum.v), _mm512_set1_ps(step[2]), sum);
+        panel += code_bytes + scales * (w.has_minimum ? 2 : 1);
+        row += kPlanes * group + 12;
+    }
+    _mm512_store_ps(y, sum);
+}
+
+// kCount panels, panel_bytes apart, times all rows of a tile: y [rows, kCount, 16].
+template <int kPlanes, int kBits, int kCount, int kQuads>
+[[gnu::noinline]] void multiply_panels(const uint8_t* panel, int64_t panel_bytes, const QuantizedMatrix& w, const uint8_t* tile, int64_t rows,
+                                       float* y) {
     const bool prefetches = kCount == 1 && rows > kHardwareRows;
     constexpr int kColumns = kQuads * kQuad;
     const int group = w.group_size, code_bytes = group * kLanes * kBits / 8, scales = kLanes * w.scale_bytes;
     const int64_t groups = w.num_cols / group;
     const int group_bytes = code_bytes + scales * (w.has_minimum ? 2 : 1);
-    alignas(64) int32_t sums_so_far[kIsSingle ? 1 : Activations::kTile][kCount][kLanes];
-    __m512 single[kCount];
-    for (auto& sum : single) sum = _mm512_setzero_ps();
+    alignas(64) int32_t sums_so_far[Activations::kTile][kCount][kLanes];
     for (int64_t g = 0; g < groups; ++g) {
         const auto* steps = reinterpret_cast<const float*>(tile + rows * kPlanes * group);
         const auto* sums = reinterpret_cast<const int32_t*>(steps + rows);
@@ -125,18 +151,14 @@ template <int kPlanes, int kBits, int kCount, int kQuads, bool kIsSingle>
                 for (int p = 0; p < kCount; ++p) {
                     float* to = y + (r * kCount + p) * kLanes;
                     const __m512 both = _mm512_mul_ps(_mm512_load_ps(scale[p].v), step);
-                    __m512 sum = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(dots[p]), kIsSingle ? single[p] : _mm512_load_ps(to));
+                    __m512 sum = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(dots[p]), _mm512_load_ps(to));
                     if (w.has_minimum) sum = _mm512_fmadd_ps(_mm512_load_ps(minimum[p].v), offset, sum);
-                    if constexpr (kIsSingle) single[p] = sum;
-                    else _mm512_store_ps(to, sum);
+                    _mm512_store_ps(to, sum);
                 }
             }
         }
         panel += group_bytes;
         tile += rows * (kPlanes * group + 12);
-    }
-    if constexpr (kIsSingle) {
-        for (int p = 0; p < kCount; ++p) _mm512_store_ps(y + p * kLanes, single[p]);
     }
 }
 
@@ -144,9 +166,9 @@ template <int kPlanes, int kBits, int kCount>
 void multiply_panels(const uint8_t* panel, int64_t panel_bytes, const QuantizedMatrix& w, const uint8_t* tile, int64_t rows, float* y) {
     const auto multiply = [&]<int kQuads>() {
         if constexpr (kCount == 1) {
-            if (rows == 1) return multiply_panels<kPlanes, kBits, kCount, kQuads, true>(panel, panel_bytes, w, tile, rows, y);
+            if (rows == 1) return multiply_row<kPlanes, kBits, kQuads>(panel, w, tile, y);
         }
-        multiply_panels<kPlanes, kBits, kCount, kQuads, false>(panel, panel_bytes, w, tile, rows, y);
+        multiply_panels<kPlanes, kBits, kCount, kQuads>(panel, panel_bytes, w, tile, rows, y);
     };
     if (w.group_size == 16) multiply.template operator()<4>();
     else multiply.template operator()<8>();
