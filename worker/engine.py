@@ -41,7 +41,6 @@ _log = structlog.get_logger(__name__)
 
 CANCEL_MEMORY_S = 120.0
 MAX_REMEMBERED_CANCELS = 10_000
-SCRUBBED_PER_STEP = 1
 SCRUBBED_WHEN_IDLE = 16
 
 
@@ -87,7 +86,7 @@ class Engine:
         self.cache = PageCache(parts.executor.num_pages, parts.executor.page_size)
         self.scheduler = Scheduler(self.cache, max_sequences, step_tokens)
         self.totals = EngineTotals()
-        self.integrity = Integrity(self.cache, self.scheduler, parts.executor, self._fail_violated)
+        self.integrity = Integrity(self.cache, self.scheduler, parts.executor, self._fail_violated, parts.now)
         self._parts = parts
         self._requests: dict[RequestId, Request] = {}
         self._cancelled: dict[RequestId, float] = {}
@@ -163,7 +162,7 @@ class Engine:
             if batch is not None and (results := self._execute(batch)) is not None:
                 self._commit(batch, results)
             self.totals.count_step(len(chunks))
-        self.integrity.scrub(SCRUBBED_PER_STEP)
+        self.integrity.walk_on()
         return self.take_replies()
 
     def take_replies(self) -> list[Outgoing]:

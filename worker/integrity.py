@@ -16,12 +16,14 @@ from worker.cache.page_cache import Lease, PageCache
 from worker.cache.page_pool import PageId
 from worker.executor import Executor
 from worker.scheduler import Scheduler
+from worker.scrub_pace import ScrubPace
 from worker.sequence import Sequence, State
 
 _log = structlog.get_logger(__name__)
 
 ViolationKind = Literal["lease", "read", "prefix", "scrub"]
 MAX_KEPT_EVENTS = 1000
+WALKED_PER_STEP = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +61,22 @@ class IntegrityTotals:
 
 
 class Integrity:
-    """Watches over one engine's pages. `fail` ends a request that was hit twice."""
+    """Watches over one engine's pages. `fail` ends a request that was hit twice; `now` returns seconds."""
 
     def __init__(
-        self, cache: PageCache, scheduler: Scheduler, executor: Executor, fail: Callable[[Sequence], None]
+        self,
+        cache: PageCache,
+        scheduler: Scheduler,
+        executor: Executor,
+        fail: Callable[[Sequence], None],
+        now: Callable[[], float],
     ) -> None:
         self.totals = IntegrityTotals()
         self._cache = cache
         self._scheduler = scheduler
         self._executor = executor
         self._fail = fail
+        self._pace = ScrubPace(now)
         self._events: list[IntegrityEvent] = []
         self._cursor = 0
         self._step = 0
@@ -99,6 +107,14 @@ class Integrity:
         self._quarantine([lease])
         self._executor.mend()
         self._heal(sequence)
+
+    def walk_on(self) -> None:
+        """After a step: zero what is to be zeroed, and verify the next page if the walk has the time."""
+        if not self._pace.is_due():
+            self.scrub(0)
+            return
+        with self._pace.charged():
+            self.scrub(WALKED_PER_STEP)
 
     def scrub(self, num_pages: int) -> None:
         """Zero quarantined pages that nobody holds, so that they can be used again; then verify the next whole pages of the pool."""

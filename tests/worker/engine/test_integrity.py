@@ -69,7 +69,7 @@ def test_lease_tags_find_wrong_tables(lab, result_of, clean, kind, mode) -> None
 @pytest.mark.parametrize("mode", ["seal", "full"])
 def test_a_prefix_is_verified_before_its_first_use(lab, result_of, clean, monkeypatch, kind, mode) -> None:
     """Damage to a page that waits in the prefix index: the next request that finds it recomputes from there on."""
-    monkeypatch.setattr("worker.engine.SCRUBBED_PER_STEP", 0)
+    monkeypatch.setattr("worker.integrity.WALKED_PER_STEP", 0)
     engine = lab.engine(kv_dtype="fp16", integrity=mode)
 
     def strike(number: int) -> None:
