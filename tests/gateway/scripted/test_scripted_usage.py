@@ -130,7 +130,7 @@ async def test_a_settlement_that_redis_missed_is_made_up_for(gateway, worker, ro
     """Redis doesn't take the first attempts: the row comes all the same, once."""
     await worker()
     running = await gateway()
-    commands = running.parts.link.commands
+    commands = running.parts.link.fast
     real, failures = commands.evalsha, []
 
     async def failing(sha, num_keys, *arguments):
