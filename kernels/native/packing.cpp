@@ -26,10 +26,21 @@ void for_panels(int64_t rows, const Body& body) {
 }
 
 // 16 numbers of one group, zero where the panel has no row.
-void pack_numbers(const uint8_t* from, int32_t bytes, int64_t groups, int64_t first, int64_t count, int64_t group, uint8_t* out) {
-    std::memset(out, 0, static_cast<size_t>(kPanelRows * bytes));
-    for (int64_t row = 0; row < count; ++row) std::memcpy(out + row * bytes, from + ((first + row) * groups + group) * bytes, bytes);
+template <typename Bits>
+void pack_numbers(const uint8_t* from, int64_t groups, int64_t first, int64_t count, int64_t group, uint8_t* out) {
+    Bits numbers[kPanelRows] = {};
+    for (int64_t row = 0; row < count; ++row) std::memcpy(numbers + row, from + ((first + row) * groups + group) * sizeof(Bits), sizeof(Bits));
+    std::memcpy(out, numbers, sizeof numbers);
 }
+
+void pack_numbers(const uint8_t* from, int32_t bytes, int64_t groups, int64_t first, int64_t count, int64_t group, uint8_t* out) {
+    if (bytes == 2) pack_numbers<uint16_t>(from, groups, first, count, group, out);
+    else pack_numbers<uint32_t>(from, groups, first, count, group, out);
+}
+
+// Of one or several groups: 32-bit words of each row, at least as many as the largest group has (8 bits, 128 columns).
+constexpr int64_t kMaxWords = 32;
+using Tile = uint32_t[kPanelRows][kMaxWords];
 
 // Columns 0..7 as nibbles from the lowest up -> bytes of columns (0, 4), (1, 5), (2, 6), (3, 7).
 inline uint32_t interleaved(uint32_t pairs) {
@@ -40,24 +51,46 @@ inline uint32_t interleaved(uint32_t pairs) {
     return spread(pairs & 0xffffu) | (spread(pairs >> 16) << 4);
 }
 
+// Each row's words, changed one by one, while they lie side by side.
+#if defined(__x86_64__)
+__attribute__((target_clones("avx2", "default")))
+#endif
+void change_words(const uint8_t* from, int64_t row_bytes, int64_t rows, int64_t words, bool is_int4, Tile& tile) {
+    for (int64_t row = 0; row < rows; ++row) {
+        uint32_t line[kMaxWords];
+        std::memcpy(line, from + row * row_bytes, static_cast<size_t>(4 * words));
+        if (is_int4) {
+            for (int64_t i = 0; i < words; ++i) tile[row][i] = interleaved(line[i]);
+        } else {
+            for (int64_t i = 0; i < words; ++i) tile[row][i] = line[i] ^ 0x80808080u;
+        }
+    }
+}
+
+// Some words of all rows, [rows, words] -> [words, rows].
+void turn(const Tile& tile, int64_t first, int64_t words, uint8_t* to) {
+    for (int64_t i = 0; i < words; ++i) {
+        uint32_t column[kPanelRows];
+        for (int64_t row = 0; row < kPanelRows; ++row) column[row] = tile[row][first + i];
+        std::memcpy(to + i * static_cast<int64_t>(sizeof column), column, sizeof column);
+    }
+}
+
 template <int kBits>
 void pack_quantized(const uint8_t* codes, const GroupNumbers& numbers, int64_t rows, int64_t cols, int64_t group, uint8_t* out) {
     const int64_t groups = cols / group, row_bytes = cols * kBits / 8, code_bytes = group * kBits / 8;
-    const int64_t number_bytes = kPanelRows * numbers.bytes;
+    const int64_t number_bytes = kPanelRows * numbers.bytes, words = code_bytes / 4, at_once = kMaxWords / words;
     const int64_t group_bytes = kPanelRows * code_bytes + number_bytes * (numbers.minimum == nullptr ? 1 : 2);
     for_panels(rows, [&](int64_t panel, int64_t count) {
         uint8_t* to = out + panel * groups * group_bytes;
+        const uint8_t* from = codes + panel * kPanelRows * row_bytes;
+        Tile tile;
+        for (int64_t row = count; row < kPanelRows; ++row) std::fill_n(tile[row], kMaxWords, kBits == 4 ? 0 : 0x80808080u);
         for (int64_t g = 0; g < groups; ++g, to += group_bytes) {
-            if (count < kPanelRows) std::memset(to, kBits == 4 ? 0 : 0x80, static_cast<size_t>(kPanelRows * code_bytes));
-            for (int64_t row = 0; row < count; ++row) {
-                const uint8_t* from = codes + (panel * kPanelRows + row) * row_bytes + g * code_bytes;
-                for (int64_t vector = 0; vector < code_bytes / 4; ++vector) {
-                    uint32_t four;
-                    std::memcpy(&four, from + 4 * vector, 4);
-                    four = kBits == 4 ? interleaved(four) : four ^ 0x80808080u;
-                    std::memcpy(to + 64 * vector + 4 * row, &four, 4);
-                }
+            if (g % at_once == 0) {
+                change_words(from + g * code_bytes, row_bytes, count, std::min(at_once, groups - g) * words, kBits == 4, tile);
             }
+            turn(tile, g % at_once * words, words, to);
             uint8_t* end = to + kPanelRows * code_bytes;
             pack_numbers(numbers.scale, numbers.bytes, groups, panel * kPanelRows, count, g, end);
             if (numbers.minimum != nullptr) {
