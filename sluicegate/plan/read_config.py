@@ -176,9 +176,10 @@ def _experts(fields: _Fields, family: str) -> Experts | None:
     size = fields.number("moe_intermediate_size")
     if family == "qwen3_moe":
         step = fields.number("decoder_sparse_step", high=1024, default=1)
-        only = fields.raw.get("mlp_only_layers") or []
-        if not isinstance(only, list):
-            raise CommandError(f"{fields.label}: mlp_only_layers must be a list")
+        listed = fields.raw.get("mlp_only_layers") or []
+        if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
+            raise CommandError(f"{fields.label}: mlp_only_layers must be a list of whole numbers")
+        only = set(listed)
         sparse = sum(1 for layer in range(num_layers) if layer not in only and (layer + 1) % step == 0)
         return Experts(sparse, num_experts, num_chosen, size, 0, has_correction_bias=False)
     first = fields.number("first_k_dense_replace", low=0, high=1024, default=1 if family == "glm4_moe_lite" else 0)

@@ -1,6 +1,7 @@
 """`sluicegate plan` as typed: text, JSON, pictures, and one clear line for what cannot be."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,8 @@ BAD_CONFIGS: dict[str, tuple[Any, str]] = {
     "biases of latents": ({**KIMI, "attention_bias": True}, "attention_bias is not supported for kimi_k2"),
     "more experts chosen than there are": ({**KIMI, "num_experts_per_tok": 500}, "num_experts_per_tok 500 is more than 384 experts"),
     "kinds of too few layers": ({**KIMI, "mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of 61 texts"),
+    "layers that are no numbers": ({**KNOWN["qwen3-30b-a3b"], "mlp_only_layers": ["1"]}, "mlp_only_layers must be a list of whole numbers"),
+    "more layers than any model has": ({**KNOWN["qwen3-30b-a3b"], "num_hidden_layers": 1025, "mlp_only_layers": [5] * 9}, "num_hidden_layers must be"),
     "no text part": ({"model_type": "kimi_k25"}, "text_config: must be a JSON object"),
     "a quantization that is no object": ({**LLAMA, "quantization_config": "fp8"}, "quantization_config: must be a JSON object"),
     "a quantization without a name": ({**LLAMA, "quantization_config": {}}, "quant_method must be a text"),
@@ -190,6 +193,16 @@ def test_a_large_file_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[
         file.truncate(5 << 20)
     assert 1 == main(["plan", str(path)])
     assert "larger than 4 MiB" in capsys.readouterr().err
+
+
+def test_long_lists_cost_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Most of a million layers named beside a thousand: gone through once."""
+    raw = {**KNOWN["qwen3-30b-a3b"], "num_hidden_layers": 1024, "mlp_only_layers": [5000] * 800_000}
+    (tmp_path / "config.json").write_text(json.dumps(raw, separators=(",", ":")))
+    before_s = time.process_time()
+    assert 1 == main(["plan", str(tmp_path)])
+    assert time.process_time() - before_s < 5
+    assert "does not fit" in capsys.readouterr().err
 
 
 SHIPPED = {
