@@ -32,6 +32,10 @@ print(json.dumps({"seconds": seconds, "grown": memory()["peak"] - before, "weigh
 """
 
 
+class LoadError(Exception):
+    """A checkpoint that doesn't load; the message is what the loading process said last."""
+
+
 @dataclass(slots=True)
 class LoadTimes:
     """Seconds by round, and bytes."""
@@ -90,8 +94,11 @@ def _dd(files: list[Path]) -> float:
 
 def _load(path: Path, kernels: str, place: str, times: LoadTimes) -> None:
     command = [sys.executable, "-c", _LOAD, str(path), kernels]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    report = json.loads(printed)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        raise LoadError(f"{path}: the load failed: {' '.join(last)[:500]}")
+    report = json.loads(done.stdout)
     times.load_s[place].append(report["seconds"])
     times.weight_bytes = report["weights"]
     times.peak_bytes = max(times.peak_bytes, report["grown"])

@@ -84,10 +84,13 @@ def kernels(arguments: Namespace) -> None:
 def load(arguments: Namespace) -> None:
     """Loading a checkpoint beside reading its files."""
     _require_worker()
-    from bench.load import measure, table
+    from bench.load import LoadError, measure, table
 
     path = resolve(arguments.model)[1] if arguments.model else None
-    print(table(measure(path, arguments.kernels, arguments.rounds)))
+    try:
+        print(table(measure(path, arguments.kernels, arguments.rounds)))
+    except LoadError as error:
+        raise CommandError(str(error)) from None
 
 
 def peers(arguments: Namespace) -> None:

@@ -1,6 +1,8 @@
 """The measurement of loading, on a checkpoint of a few kilobytes."""
 
-from bench.load import measure, table
+import pytest
+
+from bench.load import LoadError, measure, table
 from bench.synthetic_checkpoint import Shape, write_checkpoint
 
 
@@ -20,3 +22,12 @@ def test_load_takes_turns_with_dd(tmp_path) -> None:
         assert 0 < times.ratio(place)
     assert "| the disk |" in table(times)
     assert "of the weights at most" in table(times)
+
+
+def test_a_checkpoint_that_does_not_load_is_one_line(tmp_path) -> None:
+    """What the loading process said last, without its traceback."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"nothing")
+
+    with pytest.raises(LoadError, match=r"^[^\n]*the load failed: [^\n]*x\.safetensors[^\n]*$"):
+        measure(path, "ref", 1)
