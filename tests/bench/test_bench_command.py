@@ -18,7 +18,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(400)
 def test_engine_with_peers_that_are_not_installed(smollm2_path: Path, tmp_path: Path) -> None:
-    """Our engine is measured in two KV formats, with a real worker's start; peers are listed with what is to be done."""
+    """Our engine is measured in two KV formats and with 8-bit activations, with a real worker's start; peers are listed with what is to be done."""
     done = bench("engine", "--rows", "tiny", "--peers", "--peers-dir", str(tmp_path / "none"), "--out", str(tmp_path))
     assert 0 == done.returncode, done.stderr
 
@@ -28,12 +28,13 @@ def test_engine_with_peers_that_are_not_installed(smollm2_path: Path, tmp_path: 
     assert [
         "sluicegate",
         "sluicegate-fp8",
+        "sluicegate8",
         "llama.cpp",
         "llama.cpp-plain",
         "openvino",
         "vllm",
     ] == list(engines)
-    for name in ("sluicegate", "sluicegate-fp8"):
+    for name in ("sluicegate", "sluicegate-fp8", "sluicegate8"):
         assert all(cell["median"] > 0 for cell in engines[name]["rows"].values()), engines[name]
         assert 3 == len(engines[name]["rows"])
         assert engines[name]["sizes"]["weights"] <= smollm2_path.stat().st_size
@@ -47,11 +48,11 @@ def test_engine_with_peers_that_are_not_installed(smollm2_path: Path, tmp_path: 
 
 @pytest.mark.timeout(400)
 def test_quality(smollm2_path: Path, tmp_path: Path) -> None:
-    """512 tokens: our engine is close to float32, the closer the finer its keys and values, and never equal."""
+    """512 tokens: our engine is close to float32, the closer the finer its keys, values and activations, and never equal."""
     done = bench("quality", "--tokens", "512", "--out", str(tmp_path))
     assert 0 == done.returncode, done.stderr
 
-    truth, fp16, bf16, fp8 = json.loads((tmp_path / "quality.json").read_text())
+    truth, fp16, bf16, fp8, narrow = json.loads((tmp_path / "quality.json").read_text())
 
     assert 511 == truth["num_tokens"]
     assert 0 == truth["mean_divergence"]
@@ -59,6 +60,8 @@ def test_quality(smollm2_path: Path, tmp_path: Path) -> None:
     assert fp8["perplexity"] == pytest.approx(truth["perplexity"], rel=0.03)
     assert 0 < bf16["mean_divergence"] < 2e-3
     assert 0 < fp16["mean_divergence"] < bf16["mean_divergence"] < fp8["mean_divergence"]
+    assert narrow["perplexity"] == pytest.approx(truth["perplexity"], rel=0.05)
+    assert bf16["mean_divergence"] < narrow["mean_divergence"] < 0.2
 
 
 @pytest.mark.parametrize(
