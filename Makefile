@@ -15,10 +15,11 @@ $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# Everything is pinned, and checked by hash but for torch: which of its builds suits depends on the machine.
+# Everything is pinned, and checked by hash but for torch: which of its builds suits depends on the machine. It comes first, so that what
+# depends on it finds it; its own needs are in the lock.
 $(VENV)/.packages: $(VENV)/.python requirements/lock.txt requirements/torch.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/torch.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/lock.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
 	@touch $@
 
 $(VENV)/.native: $(VENV)/.packages pyproject.toml $(NATIVE)
