@@ -11,7 +11,8 @@
 namespace sluicegate {
 namespace {
 
-constexpr int64_t kPieceBytes = 128 * 1024;
+constexpr int64_t kPieceBytes = 256 * 1024;
+constexpr int64_t kPieceProducts = 800'000;  // some 10 us
 
 // out [num_rows, stride]: the first w.num_rows columns are written.
 void quantized_matmul(const float* x, int64_t num_rows, const QuantizedMatrix& w, float* out, int64_t stride) {
@@ -19,9 +20,11 @@ void quantized_matmul(const float* x, int64_t num_rows, const QuantizedMatrix& w
     quantize_rows(x, num_rows, w.num_cols, w.order, w.group_size, w.planes, act);
     const Activations& activations = act;  // the caller's, not each pool thread's own
     const int64_t panels = w.num_panels();
-    // Few pieces for a single row, where each is short; else as many as leave a piece's weights in the second-level cache, or can be evened out.
+    // Each piece costs several exchanges of cache lines between cores: pieces of some microseconds, one for each thread at least, and not
+    // more weights in one than the second-level cache holds.
     const int64_t threads = ThreadPool::instance().size();
-    const int64_t wanted = num_rows < 4 ? threads * 2 : std::max(threads * 8, panels * w.panel_bytes() / kPieceBytes);
+    const int64_t by_work = num_rows * w.num_rows * w.num_cols / kPieceProducts / threads * threads;
+    const int64_t wanted = std::max({threads, std::min(by_work, threads * 8), num_rows < 4 ? 0 : panels * w.panel_bytes() / kPieceBytes});
     const int64_t pieces = std::min<int64_t>((panels + kPanels - 1) / kPanels, wanted);
     const auto first_panel = [&](int64_t piece) { return std::min(panels, (panels + kPanels - 1) / kPanels * piece / pieces * kPanels); };
     ThreadPool::instance().run(pieces, [&](int64_t piece, int) {
