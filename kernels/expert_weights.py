@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kernels import huge_pages
 from kernels.errors import KernelError
 from kernels.weights import Int4Weight, Int8Weight, Weight
 
@@ -27,6 +28,7 @@ class ExpertMatrices:
                 raise KernelError("ExpertMatrices: columns in another order (act-order) are not supported in experts")
             if first is None or packed is None:
                 packed = torch.empty(num_experts, *matrix.packed.shape, dtype=matrix.packed.dtype)
+                huge_pages.ask_for(packed)
                 first = replace(matrix, packed=packed[0])
             if count == num_experts or not _are_alike(first, matrix):
                 raise KernelError(f"ExpertMatrices: expert {count} differs in format or number from the others")

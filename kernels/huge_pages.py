@@ -22,7 +22,10 @@ def ask_for(tensor: torch.Tensor) -> None:
 
 
 def settle() -> None:
-    """Move what this process has in memory of its own onto large pages: weights, when they're loaded. Addresses stay the same."""
+    """Move what this process has in memory of its own onto large pages: weights, when they're loaded. Addresses stay the same.
+
+    What lies there already costs nothing, the rest a copy.
+    """
     for first, end in _mappings():
         if end - first >= _LEAST:
             _advise(first, end, _HUGEPAGE)

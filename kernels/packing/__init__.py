@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from kernels import huge_pages
 from kernels.packing.ref import PANEL_ROWS, QUAD, all_finite_ref, pack_elements_ref, pack_int4_ref, pack_int8_ref
 
 __all__ = ["PANEL_ROWS", "QUAD", "all_finite", "pack_elements", "pack_int4", "pack_int8"]
@@ -39,6 +40,7 @@ def pack_elements(matrix: torch.Tensor) -> torch.Tensor:
         return pack_elements_ref(matrix)
     source, (num_rows, num_cols) = matrix.contiguous(), matrix.shape
     out = torch.empty(-(-num_rows // PANEL_ROWS), num_cols, PANEL_ROWS, dtype=matrix.dtype)
+    huge_pages.ask_for(out)
     _native.pack_elements(source.data_ptr(), num_rows, num_cols, matrix.itemsize, out.data_ptr())
     return out
 
@@ -63,6 +65,7 @@ def _quantized(
     numbers = [tensor.contiguous() for tensor in (scale, minimum) if tensor is not None]
     group_bytes = PANEL_ROWS * (group * codes.shape[1] // num_cols + scale.itemsize * len(numbers))
     out = torch.empty(-(-num_rows // PANEL_ROWS), num_groups, group_bytes, dtype=torch.uint8)
+    huge_pages.ask_for(out)
     source = codes.contiguous()
     pack(
         source.data_ptr(), numbers[0].data_ptr(), numbers[1].data_ptr() if len(numbers) > 1 else 0, scale.itemsize,
