@@ -24,7 +24,12 @@ def _rounding_attention(dtype: torch.dtype) -> Any:
     return attend
 
 
-for _name, _dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+STORED = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}  # no pool has the last one, which rounds nothing
+for _name, _dtype in STORED.items():
     AttentionInterface.register(f"sluicegate_{_name}_kv", _rounding_attention(_dtype))
     AttentionMaskInterface.register(f"sluicegate_{_name}_kv", eager_mask)
 
@@ -117,7 +122,7 @@ def make(architecture: str, kv_dtype: str = "fp16", **overrides: Any) -> PreTrai
             if label.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.3, 0.3)
     if is_latent:
-        _round_latents(model, {"bf16": torch.bfloat16, "fp16": torch.float16}[kv_dtype])
+        _round_latents(model, STORED[kv_dtype])
     return model
 
 
