@@ -1,16 +1,14 @@
 """Matrices quantized with GPTQ, layer by layer: each sees the inputs that the quantized layers before it give.
 
-In memory are one layer in float32, the second moments of its inputs, and the activations of the calibration windows, once with and once without
-quantized layers; the model is not.
+In memory are one layer in float32, the second moments of its inputs, and the activations of the calibration windows; the model is not.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 
 from worker.quantize.float_layers import INPUTS, FloatLayers
-from worker.quantize.gptq import corrected, gptq
+from worker.quantize.gptq import gptq
 from worker.quantize.plan import Plan, layer_of
 from worker.quantize.policy import module_of
 from worker.quantize.rounding import Precision, Quantized, rounded_to_nearest
@@ -18,32 +16,6 @@ from worker.quantize.run import chunks
 from worker.quantize.source import Source
 
 Finished = Callable[[str, Precision], Quantized | None]  # a module of the result, if an earlier run has finished it
-
-
-@dataclass(frozen=True, slots=True)
-class _Streams:
-    """Activations float32 [num_windows, num_tokens, hidden]: after the layers as they were meant, and as they have become."""
-
-    meant: torch.Tensor
-    real: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    """Sums over a matrix' inputs, float32 [in, in]: of y y^T, y being what the quantized layers before give, and of x y^T, x what was meant."""
-
-    moments: torch.Tensor
-    crossed: torch.Tensor
-
-    @classmethod
-    def none(cls, size: int) -> "_Inputs":
-        """No inputs yet."""
-        return cls(torch.zeros(size, size), torch.zeros(size, size))
-
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """x and y float32 [num_tokens, in]."""
-        self.moments.addmm_(y.t(), y)
-        self.crossed.addmm_(x.t(), y)
 
 
 class Calibrated:
@@ -58,7 +30,7 @@ class Calibrated:
         self._layers = layers
         self._finished = finished
         self._windows = windows
-        self._streams: _Streams | None = None
+        self._hidden: torch.Tensor | None = None  # float32 [num_windows, num_tokens, hidden]
         self._next_layer = 0
         self._ready: dict[str, Quantized] = {}
 
@@ -76,9 +48,8 @@ class Calibrated:
 
     def _pass(self, layer: int) -> dict[str, Quantized]:
         """Bring the windows through a layer; its quantized matrices."""
-        if self._streams is None:
-            embedded = self._embedded()
-            self._streams = _Streams(embedded, embedded.clone())
+        if self._hidden is None:
+            self._hidden = self._embedded()
         names = {
             role: name.format(layer=layer)
             for role, name in self._layers.names.items()
@@ -87,14 +58,11 @@ class Calibrated:
         weights = {role: self._whole(name) for role, name in names.items()}
         found = self._from_earlier(names)
         if found is None:
-            found = self._quantized(names, weights, self._look(layer, weights))
-        else:
-            for window in self._streams.meant:
-                self._layers(window, layer, weights, None)
+            found = self._quantized(names, weights, self._moments(layer, weights))
         for role, name in names.items():
             if name in found:
                 weights[role] = found[name].dequantize()
-        for window in self._streams.real:
+        for window in self._hidden:
             self._layers(window, layer, weights, None)
         return found
 
@@ -108,32 +76,26 @@ class Calibrated:
         found = {name: self._finished(name, precision) for name, precision in wanted.items()}
         return None if None in found.values() else {name: rows for name, rows in found.items() if rows is not None}
 
-    def _look(self, layer: int, weights: Mapping[str, torch.Tensor]) -> dict[tuple[str, ...], "_Inputs"]:
-        """What each group of matrices is given; brings the windows as meant through the layer."""
-        inputs = {roles: _Inputs.none(weights[roles[0]].shape[1]) for roles in INPUTS}
-        assert self._streams is not None
-        for meant, real in zip(self._streams.meant, self._streams.real, strict=True):
-            seen: dict[tuple[str, ...], torch.Tensor] = {}
-            self._layers(meant, layer, weights, seen.__setitem__)
-
-            def add(
-                roles: tuple[str, ...], y: torch.Tensor, seen: Mapping[tuple[str, ...], torch.Tensor] = seen
-            ) -> None:
-                inputs[roles].add(seen[roles], y)
-
-            self._layers(real.clone(), layer, weights, add)
-        return inputs
+    def _moments(self, layer: int, weights: Mapping[str, torch.Tensor]) -> dict[tuple[str, ...], torch.Tensor]:
+        """The sum of x x^T over the inputs x of each group of matrices, float32 [in, in]."""
+        moments = {roles: torch.zeros(weights[roles[0]].shape[1], weights[roles[0]].shape[1]) for roles in INPUTS}
+        assert self._hidden is not None
+        for window in self._hidden:
+            self._layers(window.clone(), layer, weights, lambda roles, x: moments[roles].addmm_(x.t(), x))
+        return moments
 
     def _quantized(
-        self, names: Mapping[str, str], weights: Mapping[str, torch.Tensor], inputs: Mapping[tuple[str, ...], "_Inputs"]
+        self,
+        names: Mapping[str, str],
+        weights: Mapping[str, torch.Tensor],
+        moments: Mapping[tuple[str, ...], torch.Tensor],
     ) -> dict[str, Quantized]:
         found = {}
-        for roles, given in inputs.items():
+        for roles, sums in moments.items():
             for role in roles:
                 precision = self._precision(names[role])
                 if precision is not None:
-                    weight = corrected(weights[role], given.moments, given.crossed)
-                    found[names[role]] = gptq(weight, given.moments, precision, self._plan.scale_dtype)
+                    found[names[role]] = gptq(weights[role], sums, precision, self._plan.scale_dtype)
         return found
 
     def _whole(self, name: str) -> torch.Tensor:

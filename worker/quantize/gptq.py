@@ -2,8 +2,7 @@
 
 The error that is kept small is that of the products with real inputs, by their second moments, not that of the weights. Columns go from those with the
 strongest inputs to the weakest; groups and their scales are those of neighbouring columns nevertheless, fixed beforehand, so that the result
-needs no order of columns beside it ("static groups"). At the end each code is looked at once more with all others as they are (coordinate
-descent, as in QuantEase, Behdin et al., 2023).
+needs no order of columns beside it ("static groups").
 """
 
 import torch
@@ -13,7 +12,6 @@ from worker.quantize.rounding import Precision, Quantized, encode, search_scales
 _BATCH = 128  # columns whose errors reach the rest of the matrix in one product
 _DAMPING = 0.01
 _TRIES = 6
-_SWEEPS = 2  # of looking at each code once more
 
 
 def gptq(weight: torch.Tensor, moments: torch.Tensor, precision: Precision, scale_dtype: torch.dtype) -> Quantized:
@@ -46,52 +44,7 @@ def gptq(weight: torch.Tensor, moments: torch.Tensor, precision: Precision, scal
             rest[last:].addmm_(spread[first:last, last:].t(), errors, alpha=-1)
     ordered = torch.empty_like(codes)
     ordered[order] = codes
-    found = Quantized(ordered.t().contiguous(), scale, zero)
-    for _ in range(_SWEEPS):
-        found = _improved(found, weight, moments, precision)
-    return found
-
-
-def corrected(weight: torch.Tensor, moments: torch.Tensor, crossed: torch.Tensor) -> torch.Tensor:
-    """The weights that give, from the inputs y that there will be, the nearest to what `weight` gives from the inputs x that were meant.
-
-    weight float32 [N, K], moments float32 [K, K], the sum of y y^T, and crossed, that of x y^T. Layers before have been quantized, so y is not
-    x, and the nearest weights are those of a regression (the asymmetric calibration of GPTAQ, Li et al., 2025, arXiv:2504.02692, in closed form).
-    """
-    damped = moments.double()
-    damped.diagonal().add_(_DAMPING * float(damped.diagonal().mean()) + 1e-12)
-    factor, failed = torch.linalg.cholesky_ex(damped)
-    if bool(failed):
-        return weight
-    change = torch.cholesky_solve((crossed.double() - moments.double()).t(), factor).t()
-    return weight + weight @ change.float()
-
-
-def _improved(found: Quantized, weight: torch.Tensor, moments: torch.Tensor, precision: Precision) -> Quantized:
-    """Each code once more, given all others: no column's code could be changed alone then to the products' good, as it was looked at."""
-    group_size = precision.group_size
-    scales = found.scale.float().t().repeat_interleave(group_size, 0)  # [K, N]
-    zeros = None if found.zero is None else found.zero.float().t().repeat_interleave(group_size, 0)
-    values = found.dequantize().t().contiguous()  # [K, N]
-    codes = found.codes.t().contiguous()
-    diagonal = moments.diagonal()
-    pull = moments @ (values - weight.t())  # half the error's derivative
-    for first in range(0, len(values), _BATCH):
-        last = min(first + _BATCH, len(values))
-        before = values[first:last].clone()
-        near, block = pull[first:last].clone(), moments[first:last, first:last]
-        for column in range(first, last):
-            if diagonal[column] <= 0:
-                continue
-            wanted = values[column] - near[column - first] / diagonal[column]
-            zero = None if zeros is None else zeros[column]
-            code = encode(wanted, scales[column], zero, precision)
-            codes[column] = code.to(torch.int8)
-            value = (code if zero is None else code - zero) * scales[column]
-            near.addr_(block[:, column - first], value - values[column])
-            values[column] = value
-        pull.addmm_(moments[:, first:last], values[first:last] - before)
-    return Quantized(codes.t().contiguous(), found.scale, found.zero)
+    return Quantized(ordered.t().contiguous(), scale, zero)
 
 
 def _inverse_factor(moments: torch.Tensor, diagonal: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
