@@ -35,8 +35,8 @@ def read_config(fields: Fields) -> ModelConfig:
 
 def read_kimi_config(fields: Fields) -> ModelConfig:
     """The numbers of the text part of a kimi_k25's config.json."""
-    text = fields.inside("text_config")
-    if text.get("model_type", str, "deepseek_v3") not in {"deepseek_v3", "kimi_k2"}:
+    text = fields.inside("text_config").with_defaults({"model_type": "deepseek_v3"})
+    if text.get("model_type", str) not in {"deepseek_v3", "kimi_k2"}:
         raise ModelError(f"{fields.label}: text_config.model_type must be deepseek_v3 or kimi_k2")
     return replace(read_config(text), architecture=fields.get("model_type", str))
 

@@ -18,6 +18,13 @@ _LAYER_NAMES = {
     # One tensor holds a matrix of all experts.
     "expert_gate": "ffn_gate_exps.weight", "expert_up": "ffn_up_exps.weight", "expert_down": "ffn_down_exps.weight",
 }  # fmt: skip
+# What changes results in one architecture or another, and in none that is read here.
+_FOREIGN = (
+    ".attn_logit_softcapping", ".final_logit_softcapping", ".router_logit_softcapping", ".logit_scale", ".embedding_scale", ".residual_scale",
+    ".attention.scale", ".attention.clamp_kqv", ".attention.max_alibi_bias", ".attention.temperature_scale", ".expert_shared_count",
+    ".expert_group_count", ".expert_weights_scale",
+)  # fmt: skip
+_SOFTMAX_GATING = 1
 _GEMMA3_LOCAL_THETA, _GEMMA3_PATTERN, _GEMMA3_27B_LAYERS = 10000.0, 6, 62
 
 
@@ -61,7 +68,7 @@ def gguf_config(header: GgufHeader) -> ModelConfig:
         known = ", ".join(sorted(_ARCHITECTURES))
         name = fields.architecture[:100]
         raise ModelError(f"{fields.label}: architecture {name!r} is not supported (supported: {known})")
-    fields.refuse(".attn_logit_softcapping", ".final_logit_softcapping", ".attention.scale", ".expert_shared_count")
+    fields.refuse(*_FOREIGN)
     config = architecture.read(fields, _common(fields, architecture.name, header))
     config.check(fields.label)
     return config
@@ -96,12 +103,19 @@ def _common(fields: Metadata, name: str, header: GgufHeader) -> ModelConfig:
 
 
 def _rope_scaling(fields: Metadata) -> RopeScaling | None:
-    kind = fields.get(".rope.scaling.type", str, "none")
+    """As readers of the format do, a factor without a type is one of linear scaling; older files call it `scale_linear`."""
+    if fields.get(".rope.scaling.attn_factor", float, 1.0) != 1.0:
+        raise ModelError(
+            f"{fields.label}: metadata {fields.architecture + '.rope.scaling.attn_factor'!r} is not supported"
+        )
+    kind = fields.get(".rope.scaling.type", str, "linear")
     if kind == "none":
         return None
     if kind != "linear":
         raise ModelError(f"{fields.label}: rope scaling {kind!r} is not supported (none and linear are)")
-    factor = fields.get(".rope.scaling.factor", float, 1.0)
+    factor = fields.get(".rope.scaling.factor", float, fields.get(".rope.scale_linear", float, 1.0))
+    if factor == 1.0:
+        return None
     if not 1.0 <= factor <= 1e4:
         raise ModelError(f"{fields.label}: rope scaling factor {factor} is out of range")
     return RopeScaling("linear", factor)
@@ -122,6 +136,10 @@ def _qwen3(fields: Metadata, config: ModelConfig) -> ModelConfig:
 
 def _qwen3_moe(fields: Metadata, config: ModelConfig) -> ModelConfig:
     """Files don't say whether the chosen experts' scores are normalized: those of all models of this kind are."""
+    if fields.get(".expert_gating_func", int, _SOFTMAX_GATING) != _SOFTMAX_GATING:
+        raise ModelError(
+            f"{fields.label}: metadata 'qwen3moe.expert_gating_func' is not supported (softmax, {_SOFTMAX_GATING}, is)"
+        )
     experts = ExpertsConfig(
         num_experts=fields.get(".expert_count", int),
         top_k=fields.get(".expert_used_count", int),
@@ -132,8 +150,14 @@ def _qwen3_moe(fields: Metadata, config: ModelConfig) -> ModelConfig:
 
 
 def _gemma3(fields: Metadata, config: ModelConfig) -> ModelConfig:
-    """Norms are stored with their 1. Windows' pattern and base are the family's; the largest model scales by its hidden size."""
+    """Norms are stored with their 1. Windows' pattern and base are the family's if the file has no others; the largest model scales by its
+    hidden size."""
     window = fields.get(".attention.sliding_window", int)
+    pattern = fields.get(".attention.sliding_window_pattern", int, _GEMMA3_PATTERN)
+    if pattern < 1:
+        raise ModelError(
+            f"{fields.label}: metadata 'gemma3.attention.sliding_window_pattern' {pattern} is out of range"
+        )
     layers = range(1, min(config.num_layers, MAX_LAYERS) + 1)
     scale = config.head_dim
     if config.num_layers == _GEMMA3_27B_LAYERS:
@@ -142,7 +166,7 @@ def _gemma3(fields: Metadata, config: ModelConfig) -> ModelConfig:
         config,
         rope_theta=fields.get(".rope.freq_base", float, 1000000.0),
         local_rope_theta=fields.get(".rope.freq_base_swa", float, _GEMMA3_LOCAL_THETA),
-        windows=tuple(window if layer % _GEMMA3_PATTERN else None for layer in layers),
+        windows=tuple(window if layer % pattern else None for layer in layers),
         softmax_scale=float(scale) ** -0.5 if scale > 0 else 1.0,
         qk_norm=True,
         embedding_factor=float(config.hidden_size) ** 0.5 if config.hidden_size > 0 else 1.0,

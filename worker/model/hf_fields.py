@@ -8,6 +8,7 @@ from worker.model.errors import ModelError
 from worker.model.rope import yarn_mscale
 
 _LARGE = 10**300
+_LARGE_INT = 1 << 53  # what a float still holds
 _KINDS = ("full_attention", "sliding_attention")
 # Fields that change results in one architecture or another, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -59,6 +60,8 @@ class Fields:
             value = float(max(-_LARGE, min(value, _LARGE)))  # an int of 400 digits has no float
         if type(value) is not kind:
             raise ModelError(f"{self.label}: {name} must be {kind.__name__}, got {type(value).__name__}")
+        if kind is int and abs(value) > _LARGE_INT:
+            raise ModelError(f"{self.label}: {name} is out of range")
         return value
 
     def with_defaults(self, defaults: dict[str, Any]) -> "Fields":
@@ -178,7 +181,7 @@ def _yarn(rope: Fields, factor: float, original: int) -> RopeScaling:
         sharpened = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
     attention_factor = rope.get("attention_factor", float, sharpened)
     fast, slow = rope.get("beta_fast", float, 32.0), rope.get("beta_slow", float, 1.0)
-    if not (0 < slow <= fast < 1e6 and 0 < attention_factor < 1e3):
+    if not (0 < slow <= fast < 1e6 and 0 < attention_factor < 1e3 and 0 <= mscale_all_dim < 1e3):
         raise ModelError(f"{rope.label}: beta_fast, beta_slow, mscale or attention_factor of yarn is out of range")
     return RopeScaling(
         "yarn",

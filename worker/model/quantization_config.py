@@ -127,6 +127,10 @@ class _Fields:
 
 def _compressed_tensors(fields: _Fields) -> Quantization:
     _check_format(fields)
+    if fields.raw.get("transform_config"):
+        raise ModelError(
+            f"{fields.label}.transform_config is not supported: activations would have to be turned as weights are"
+        )
     groups = fields.part("config_groups")
     schemes = []
     for name in groups.raw:

@@ -10,13 +10,13 @@ from worker.model.config import ModelConfig, RopeScaling
 
 
 def inverse_frequencies(config: ModelConfig, factors: torch.Tensor | None = None) -> torch.Tensor:
-    """float64 [rotated dimensions / 2]. `factors` of this shape divide the frequencies, as GGUF files store llama3 scaling."""
+    """float64 [rotated dimensions / 2]. `factors` of this shape divide the frequencies, as GGUF files store llama3 scaling; a linear one comes on top."""
     dim = config.rotary_dim or config.head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
     frequencies = config.rope_theta**-exponents
-    if factors is not None:
-        return frequencies / factors.double()
     scaling = config.rope_scaling
+    if factors is not None:
+        return frequencies / factors.double() / (1.0 if scaling is None else scaling.factor)
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":

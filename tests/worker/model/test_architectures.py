@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from kernels.backend import Backend, resolve
 from worker.model.errors import ModelError
+from worker.model.gguf_config import gguf_config
+from worker.model.gguf_header import read_header
 from worker.model.load import LoadedModel, load_model
 
 Make = Callable[..., Any]
@@ -107,14 +109,40 @@ def test_gguf(
     [
         ("gemma3.final_logit_softcapping", 30.0), ("gemma3.attn_logit_softcapping", 50.0), ("gemma3.rope.dimension_count", 16),
         ("gemma3.attention.value_length", 16), ("gemma3.attention.sliding_window", 0), ("gemma3.rope.scaling.type", "yarn"),
-        ("gemma3.rope.freq_base_swa", 0.0),
+        ("gemma3.rope.freq_base_swa", 0.0), ("gemma3.attention.sliding_window_pattern", 0),
     ],
 )  # fmt: skip
 def test_refused_of_a_gguf(key: str, value: float | str, tiny_models: ModuleType, tmp_path: Path) -> None:
     """Metadata that change results, and aren't supported, stop the load."""
     path = tiny_models.save_gguf(tiny_models.make("gemma3"), "gemma3", tmp_path / "model.gguf", **{key: value})
 
-    with pytest.raises(ModelError, match=r"model\.gguf: .*(softcapping|dimension|windows|yarn)"):
+    with pytest.raises(ModelError, match=r"model\.gguf: .*(softcapping|dimension|windows|yarn|pattern)"):
+        load_model(path, Backend.REF)
+
+
+def test_pattern_of_windows_of_a_gguf(tiny_models: ModuleType, tmp_path: Path) -> None:
+    """Every so manieth layer has no window: as many as the file says."""
+    model = tiny_models.make("gemma3")
+    key = "gemma3.attention.sliding_window_pattern"
+    path = tiny_models.save_gguf(model, "gemma3", tmp_path / "model.gguf", **{key: 2})
+
+    windows = gguf_config(read_header(path)).windows
+
+    assert [window is None for window in windows] == [layer % 2 == 1 for layer in range(len(windows))]
+    assert None in windows
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("expert_gating_func", 2), ("expert_weights_scale", 2.5), ("rope.scaling.attn_factor", 0.5)]
+)
+def test_mixtures_of_a_gguf_that_choose_in_another_way(
+    key: str, value: float, tiny_models: ModuleType, tmp_path: Path
+) -> None:
+    """Sigmoids in place of a softmax, or scaled results of experts, stop the load."""
+    model = tiny_models.make("qwen3_moe", moe_intermediate_size=32, mlp_only_layers=[])
+    path = tiny_models.save_gguf(model, "qwen3_moe", tmp_path / "model.gguf", **{f"qwen3moe.{key}": value})
+
+    with pytest.raises(ModelError, match=rf"model\.gguf: .*{key}"):
         load_model(path, Backend.REF)
 
 

@@ -276,6 +276,7 @@ CONFIGS: dict[str, Any] = {
     "targets are text": _config()
     | {"config_groups": {"g": _config()["config_groups"]["group_0"] | {"targets": "Linear"}}},
     "symmetric is text": _config(4, 32, symmetric="yes"),
+    "turned activations": _config() | {"transform_config": {"config_groups": {"u": {"type": "hadamard", "apply": []}}}},
 }
 
 

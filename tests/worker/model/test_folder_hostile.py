@@ -319,6 +319,7 @@ CONFIG: dict[str, dict[str, Any]] = {
     "0 kv heads": {"num_key_value_heads": 0},
     "negative layers": {"num_hidden_layers": -1},
     "huge": {"hidden_size": 10**30},
+    "size of 400 digits": {"head_dim": 10**400},
     "huge context": {"max_position_embeddings": 10**9},
     "eps of 400 digits": {"rms_norm_eps": 10**400},
     "theta of 400 digits": {"rope_theta": 10**400},

@@ -174,6 +174,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "index_topk 0": ("glm_moe_dsa", {"index_topk": 0}),
     "index_head_dim 8": ("glm_moe_dsa", {"index_head_dim": 8}),
     "mlp_bias": ("glm_moe_dsa", {"mlp_bias": True}),
+    "mscale": (
+        "deepseek_v3",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1e300, "mscale_all_dim": 1e300}},
+    ),
 }  # fmt: skip
 
 

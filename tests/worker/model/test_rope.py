@@ -45,6 +45,16 @@ CASES: dict[str, tuple[RopeScaling | None, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def test_stored_divisors_and_linear_scaling_add_up() -> None:
+    """A file that has both gets both."""
+    divisors = torch.linspace(1.0, 8.0, 64)
+    config = replace(LLAMA, rope_scaling=RopeScaling("linear", 4.0))
+
+    both = inverse_frequencies(config, divisors)
+
+    assert torch.equal(both, inverse_frequencies(LLAMA) / divisors.double() / 4.0)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_scalings(case: str, head_dim: int) -> None:

@@ -114,12 +114,22 @@ def test_frequency_divisors_of_a_gguf(
     assert relative_error(logits, _expected(model)) < TOLERANCE[backend]
 
 
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+        {"llama.rope.scaling.factor": 4.0},
+        {"llama.rope.scale_linear": 4.0},
+    ],
+    ids=["with its type", "without a type", "by its older name"],
+)
 def test_linear_scaling_of_a_gguf(
-    backend: Backend, llama_in_transformers: Make, gguf_of: Make, paged_run: Make, relative_error: Make
-) -> None:
+    metadata: dict[str, Any], backend: Backend, llama_in_transformers: Make, gguf_of: Make, paged_run: Make,
+    relative_error: Make,
+) -> None:  # fmt: skip
     """The metadata of linear rope scaling is honoured."""
     model = llama_in_transformers(**SHAPES["linear rope"])
-    path = gguf_of(model, metadata={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
+    path = gguf_of(model, metadata=metadata)
 
     (logits,) = paged_run(load_model(path, backend)).feed(("a", TOKENS))
 
