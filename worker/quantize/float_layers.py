@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from worker.model.config import ModelConfig
 from worker.model.rope import angle_table, local_angle_table
+from worker.quantize.errors import QuantizeError
 
 Weights = Mapping[str, torch.Tensor]
 Observe = Callable[[tuple[str, ...], torch.Tensor], object]
@@ -35,6 +36,19 @@ class FloatLayers:
         short = replace(config, context_length=num_tokens)
         angles, local = angle_table(short), local_angle_table(short)
         return cls(config, names, angles, angles if local is None else local)
+
+    def check(self, found: Mapping[str, tuple[int, ...]], label: str) -> None:
+        """Raise QuantizeError unless all tensors are there, by name, and have the shapes that the configuration gives them. `label` names the source."""
+        for role, shape in _shapes(self.config).items():
+            name = self.names.get(role, "")
+            for layer in range(self.config.num_layers if "{layer}" in name else 1 if name else 0):
+                tensor = name.format(layer=layer)
+                if tensor not in found and not role.endswith("_bias"):
+                    raise QuantizeError(f"{label}: tensor {tensor!r} is missing")
+                if found.get(tensor, shape) != shape:
+                    raise QuantizeError(
+                        f"{label}: tensor {tensor!r} has shape {list(found[tensor])}, expected {list(shape)}"
+                    )
 
     def __call__(self, hidden: torch.Tensor, layer: int, weights: Weights, observe: Observe | None) -> None:
         """hidden float32 [num_tokens, hidden] of one text becomes the next layer's input, in place. `weights` float32 by role.
@@ -78,6 +92,20 @@ class FloatLayers:
             queries[None], keys[None], heads[2][None], attn_mask=mask, scale=config.softmax_scale, enable_gqa=True
         )
         return attended[0].transpose(0, 1).reshape(num_tokens, -1)
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of the tensor of each role, those that only some architectures have among them."""
+    hidden, ffn = config.hidden_size, config.ffn_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    matrices = {
+        "q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries), "gate": (ffn, hidden), "up": (ffn, hidden),
+        "down": (hidden, ffn),
+    }  # fmt: skip
+    norms = dict.fromkeys(("attn_norm", "post_attn_norm", "ffn_norm", "post_ffn_norm"), (hidden,))
+    heads = dict.fromkeys(("q_norm", "k_norm"), (config.head_dim,))
+    biases = {f"{role}_bias": shape[:1] for role, shape in matrices.items()}
+    return {"embedding": (config.vocab_size, hidden), **matrices, **norms, **heads, **biases}
 
 
 def _linear(x: torch.Tensor, weights: Weights, role: str) -> torch.Tensor:

@@ -95,6 +95,7 @@ def _calibrated(source: Source, plan: Plan, options: Options, folder: Path) -> C
     except ModelError as error:
         raise QuantizeError(str(error)) from None
     layers = FloatLayers.make(config, found.names, WINDOW_TOKENS)
+    layers.check({name: tensor.layout.shape for name, tensor in source.tensors.items()}, source.label)
     windows = calibration_windows(source.tokenizer(), options.calibration_tokens)
     return Calibrated(source, plan, layers, windows, _Finished(plan, source, folder))
 

@@ -1,5 +1,6 @@
 """What will be written, known before anything is: each file of the result, each tensor in it, and what that comes to."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 
+from worker.quantize.errors import QuantizeError
 from worker.quantize.packing import num_packed
 from worker.quantize.policy import Policy, kind_of, module_of, quantization_config
 from worker.quantize.rounding import Precision
@@ -63,7 +65,12 @@ class Plan:
 
 
 def make_plan(source: Source, policy: Policy, shard_bytes: int | None) -> Plan:
-    """Files as the source has them, or, given a size, tensors in the order of layers up to that size (a file holds one tensor at least)."""
+    """Files as the source has them, or, given a size, tensors in the order of layers up to that size (a file holds one tensor at least).
+
+    Raises QuantizeError for tensors that can't make a result.
+    """
+    if not source.tensors:
+        raise QuantizeError(f"{source.label}: holds no tensors")
     precisions: dict[str, Precision] = {}
     others = []
     for name, tensor in source.tensors.items():
@@ -75,6 +82,9 @@ def make_plan(source: Source, policy: Policy, shard_bytes: int | None) -> Plan:
             others.append(module)
     # The files' sizes decide how tensors are grouped, which needs their layouts, which need no files.
     plan = Plan((), precisions, _scale_dtype(source), None, ())
+    names = Counter(name for tensor in source.tensors for name in plan.layouts(source, tensor))
+    if len(names) < names.total():
+        raise QuantizeError(f"{source.label}: tensor {names.most_common(1)[0][0]!r} would be in the result twice")
     sizes = {name: sum(layout.nbytes for layout in plan.layouts(source, name).values()) for name in source.tensors}
     shards = _as_stored(source) if shard_bytes is None else _by_size(source, sizes, shard_bytes)
     settings = quantization_config(precisions, others) if precisions else None

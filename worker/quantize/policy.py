@@ -41,7 +41,7 @@ class Policy:
 
     def precision(self, module: str, layout: TensorLayout) -> Precision | None:
         """How a module's matrix is quantized; None: it stays as it is."""
-        if len(layout.shape) != 2 or not layout.dtype.is_floating_point:
+        if len(layout.shape) != 2 or 0 in layout.shape or not layout.dtype.is_floating_point:
             return None
         bits = next(bits for pattern, bits in self.rules if fnmatchcase(module, pattern))
         # Groups don't cross rows' ends: where the size that's wanted doesn't divide the row, a smaller one may.

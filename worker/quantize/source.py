@@ -74,6 +74,7 @@ class FolderSource:
         try:
             self.config = read_json(folder, CONFIG)
             self._files = _weight_files(folder)
+            self._companions = _companions(folder)
             self._block = _fp8_block(self.config, self.label)
             stored = self._stored()
         except ModelError as error:
@@ -111,17 +112,9 @@ class FolderSource:
 
     def write_companions(self, folder: Path) -> list[str]:
         """See `Source.write_companions`."""
-        written = []
-        found = {path.name for pattern in _COMPANIONS for path in self._folder.glob(pattern)}
-        for name in sorted(found - {CONFIG, INDEX, "sluicegate-quantize.json"}):
-            try:
-                path = inside(self._folder, name)
-            except ModelError as error:
-                raise QuantizeError(str(error)) from None
-            if path.is_file() and not name.endswith(".safetensors.index.json"):
-                shutil.copyfile(path, folder / name)
-                written.append(name)
-        return written
+        for name in self._companions:
+            shutil.copyfile(self._folder / name, folder / name)
+        return self._companions
 
     def _stored(self) -> dict[str, SourceTensor]:
         found: dict[str, SourceTensor] = {}
@@ -188,6 +181,13 @@ def _weight_files(folder: Path) -> list[Path]:
         if not file.is_file():
             raise ModelError(f"{file}: no such file")
     return files
+
+
+def _companions(folder: Path) -> list[str]:
+    """Names of the files that go along. Looked for at once: one that can't be taken is told before the work, not after it. Raises ModelError."""
+    found = {path.name for pattern in _COMPANIONS for path in folder.glob(pattern)}
+    wanted = sorted(found - {CONFIG, INDEX, "sluicegate-quantize.json"})
+    return [name for name in wanted if not name.endswith(".safetensors.index.json") and inside(folder, name).is_file()]
 
 
 def _fp8_block(config: dict[str, Any], label: str) -> tuple[int, int] | None:
