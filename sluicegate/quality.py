@@ -11,6 +11,7 @@ from sluicegate.quantize import progress_bar
 def calibrate(arguments: Namespace) -> None:
     """Store scales of an FP8 KV cache beside the model."""
     from kernels.backend import resolve as backend
+    from kernels.errors import KernelError
     from worker.kv_scales import KvScales, default_file, write
     from worker.model.errors import ModelError
     from worker.model.load import load_model
@@ -23,11 +24,11 @@ def calibrate(arguments: Namespace) -> None:
     if not out.parent.is_dir():
         raise CommandError(f"{out.parent}: no such folder")
     try:
-        loaded = load_model(path, backend("auto"))
+        loaded = load_model(path, backend("cpu"))
         windows = calibration_windows(loaded.tokenizer, arguments.calibration_tokens).tolist()
         with progress_bar("calibrating", 2 * len(windows), is_bytes=False) as progress:
             k, v = calibrated_kv_scales(loaded, windows, progress)
-    except (ModelError, QuantizeError) as error:
+    except (KernelError, ModelError, QuantizeError) as error:
         raise CommandError(str(error)) from None
     write(out, KvScales(k, v, "calibrated"), loaded.digest, {"calibration_tokens": str(arguments.calibration_tokens)})
     print(f"{out}: scales of {k.shape[0]} layers and {k.shape[1]} KV heads; keys {_range(k)}, values {_range(v)}")
@@ -36,6 +37,7 @@ def calibrate(arguments: Namespace) -> None:
 def evaluate(arguments: Namespace) -> None:
     """Perplexity, distance from a reference, facts found again."""
     from bench.evaluation import EvaluationError, EvaluationOptions, evaluation
+    from kernels.errors import KernelError
     from worker.model.errors import ModelError
 
     _, model = resolve(arguments.model)
@@ -58,7 +60,7 @@ def evaluate(arguments: Namespace) -> None:
             from bench.evaluation_picture import draw
 
             draw(result, Path(arguments.picture))
-    except (EvaluationError, ModelError) as error:
+    except (EvaluationError, KernelError, ModelError) as error:
         raise CommandError(str(error)) from None
     except ImportError as error:
         raise CommandError(f"a picture needs matplotlib: {error}") from None

@@ -84,6 +84,15 @@ def test_bad_arguments(arguments: list[str], reason: str, folder: Path) -> None:
     assert 1 == done.stderr.count("\n")
 
 
+@pytest.mark.parametrize("command", ["calibrate", "eval"])
+def test_kernels_that_cannot_be_had(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line too."""
+    monkeypatch.setenv("SLUICEGATE_THREADS", "many")
+    done = _sluicegate(command, folder)
+    assert 1 == done.returncode
+    assert "sluicegate: SLUICEGATE_THREADS: expected a number from 1 to 1024, got 'many'\n" == done.stderr
+
+
 def test_calibrate_and_eval(folder: Path, tmp_path: Path) -> None:
     """Scales appear beside the model and are used; figures, table and picture agree with each other."""
     done = _sluicegate("calibrate", folder, "--calibration-tokens", 1024)

@@ -10,6 +10,7 @@ import torch
 
 from kernels.kv_pool import E4M3_MAX, KvPool
 from worker.model.load import LoadedModel
+from worker.quantize.errors import QuantizeError
 from worker.quantize.window_run import PAGE_SIZE, run_window
 
 HEADROOM = 2.0
@@ -19,8 +20,12 @@ _STEPS = tuple(2 ** (quarter / 4) for quarter in range(12))
 def calibrated_kv_scales(
     loaded: LoadedModel, windows: Sequence[Sequence[int]], progress: Callable[[int], None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales of keys and of values, float32 [num_layers, num_kv_heads] each. `progress` is told of each window, twice."""
+    """Scales of keys and of values, float32 [num_layers, num_kv_heads] each. `progress` is told of each window, twice. Raises QuantizeError."""
     longest = max(len(window) for window in windows)
+    if longest > loaded.config.context_length:
+        raise QuantizeError(
+            f"calibration takes windows of {longest} tokens, the model's context is {loaded.config.context_length}"
+        )
     pool = KvPool.allocate(loaded.kv_layout(-(-longest // PAGE_SIZE), PAGE_SIZE, "bf16"))
     sides = [_Side(pool.k), _Side(pool.v)]
     for window in windows:

@@ -15,6 +15,7 @@ from worker.kv_scales import KvScales, default_file, write
 from worker.model.errors import ModelError
 from worker.model.load import LoadedModel, load_model
 from worker.model_engine import preparation
+from worker.quantize.errors import QuantizeError
 from worker.quantize.kv_calibration import HEADROOM, calibrated_kv_scales
 from worker.quantize.window_run import PAGE_SIZE, run_window
 from worker.quantize.windows import calibration_windows
@@ -73,6 +74,13 @@ def test_scaling_everything_by_two_changes_no_bit(make_folder: Make) -> None:
     # Subnormal codes may round otherwise, so it's nearly no bit.
     assert torch.allclose(plain, apart, rtol=1e-3, atol=1e-3 * float(plain.abs().max()))
     assert not torch.allclose(plain, wrong, rtol=1e-2, atol=1e-2 * float(plain.abs().max()))
+
+
+def test_a_context_shorter_than_a_window_is_told(make_folder: Make) -> None:
+    """Not run into by a kernel."""
+    loaded = load_model(make_folder(max_position_embeddings=256), resolve("cpu"))
+    with pytest.raises(QuantizeError, match="windows of 512 tokens, the model's context is 256"):
+        _scales(loaded)
 
 
 def _settings(folder: Path, **options: str) -> WorkerSettings:
