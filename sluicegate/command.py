@@ -58,11 +58,15 @@ def _rate(text: str) -> float:
     return value
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Texts as written, defaults shown where there are any."""
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Paragraphs kept apart, defaults shown where they say something."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(super(_Formatter, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
+        says_nothing = action.default is None or action.default is False or action.default == []
+        return action.help if says_nothing else super()._get_help_string(action)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -151,8 +155,8 @@ def _engine(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--integrity", choices=("off", "lease", "seal", "full"), default="seal",
-        help="how far the KV cache is checked: not; page tables, before each step; and prefixes, before their first use, and the pool, "
-        "in the background; and every page, in the pass that reads it",
+        help="how far the KV cache is checked. off: not; lease: page tables, before each step; seal: and prefixes, before their first use, and the "
+        "pool, in the background; full: and every page, in the pass that reads it",
     )  # fmt: skip
     parser.add_argument(
         "--allow-fault-injection", action="store_true", help="obey `sluicegate fault inject`: never for real requests"
@@ -301,7 +305,7 @@ def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument("--model", help="the model's name (default: the stack's)")
     parser.add_argument("--system", help="a system prompt")
     parser.add_argument("--max-tokens", type=_whole(1, 1 << 30), metavar="N", help="longest answer")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 for the likeliest answer, up to 2")
+    parser.add_argument("--temperature", type=float, metavar="T", default=0.7, help="0 for the likeliest answer, up to 2")
 
 
 def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -341,7 +345,13 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     actions = group.add_subparsers(metavar="WHAT", required=True)
     more = "\n\nStarts a stack for each mode in a temporary folder, damages its pages in every way, and prints what was found."
     parser = _add(actions, "integrity", "doctor:integrity", "every kind of damage in every mode", more)
-    parser.add_argument("--modes", nargs="+", choices=("off", "lease", "seal", "full"), help="only these")
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=("off", "lease", "seal", "full"),
+        metavar="MODE",
+        help="only these (off, lease, seal, full)",
+    )
     parser.add_argument("--kinds", nargs="+", choices=tuple(FAULT_KINDS), metavar="KIND", help="only these")
     parser.add_argument("--model", metavar="NAME_OR_PATH", help="a known model's name, a file or a folder")
     parser.add_argument("--json", metavar="FILE", help="write every cell there too")

@@ -25,6 +25,8 @@ def show(arguments: Namespace) -> None:
 
 def _shown(value: object) -> str:
     """As TOML would have it; a URL's password is left out."""
+    if isinstance(value, bool):
+        return str(value).lower()
     return f'"{_PASSWORD.sub("***", value)}"' if isinstance(value, str) else str(value)
 
 

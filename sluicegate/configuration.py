@@ -23,6 +23,8 @@ CONFIG_VARIABLE = "SLUICEGATE_CONFIG"
 _NOT_SETTINGS = {"help", "config", "detach"}
 # `environment` looks these up for every command, and names their source itself.
 _LOOKED_UP_ELSEWHERE = {"SLUICEGATE_DATA", "SLUICEGATE_REDIS_URL"}
+# What a flag without a value is in the environment, and as a text in the file.
+_SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Variable:
 
 
 ENVIRONMENT = (
-    Variable("SLUICEGATE_HOME", "folder of fetched models", "~/.cache/sluicegate"),
+    Variable("SLUICEGATE_HOME", "folder of fetched models, and of the stack where --data says nothing else", "~/.cache/sluicegate"),
     Variable("SLUICEGATE_LOG_LEVEL", "debug, info, warning or error", "info"),
     Variable("SLUICEGATE_ISA", "instruction set of the kernels: avx512, avx2 or portable", "detected"),
     Variable("SLUICEGATE_THREADS", "threads of the kernels", "detected"),
@@ -88,7 +90,7 @@ def complete(
             value = _convert(action, os.environ[variable_name], source)
         elif key_of(action) in values:
             source = f"{path}: {key_of(action)}"
-            value = _convert(action, _text(values[key_of(action)], source), source)
+            value = _from_file(action, values[key_of(action)], source)
         if source not in _LOOKED_UP_ELSEWHERE:
             setattr(parsed, action.dest, value)
         found.append(Effective(key_of(action), value, source))
@@ -121,7 +123,7 @@ def _check_names(known: Mapping[str, argparse.ArgumentParser], values: Mapping[s
             raise CommandError(f"{path}: {key} is a secret; it belongs in the environment")
         for action in actions:
             if key_of(action) == key:  # also those of the other commands: the file is for all
-                _convert(action, _text(value, f"{path}: {key}"), f"{path}: {key}")
+                _from_file(action, value, f"{path}: {key}")
     names = {PREFIX + key.upper().replace("-", "_") for key in keys} | {CONFIG_VARIABLE}
     for name in os.environ:
         if name.startswith(PREFIX) and name not in names:
@@ -149,7 +151,17 @@ def _text(value: Any, source: str) -> str:
     return str(value)
 
 
+def _from_file(action: argparse.Action, value: Any, source: str) -> Any:
+    if isinstance(action, argparse._StoreTrueAction) and isinstance(value, bool):
+        return value
+    return _convert(action, _text(value, source), source)
+
+
 def _convert(action: argparse.Action, text: str, source: str) -> Any:
+    if isinstance(action, argparse._StoreTrueAction):
+        if text.lower() not in _SWITCH:
+            raise CommandError(f"{source}: expected true or false, got {text[:50]!r}")
+        return _SWITCH[text.lower()]
     kind: Callable[[str], Any] = action.type if callable(action.type) else str
     try:
         value = kind(text)

@@ -52,7 +52,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         "--routing", choices=("on", "off"), default="on",
         help="send jobs to workers that hold their prefix or session; off: to whichever asks first",
     )  # fmt: skip
-    parser.add_argument("--metrics-host", default="127.0.0.1", help="address for --metrics-port")
+    parser.add_argument("--metrics-host", metavar="HOST", default="127.0.0.1", help="address for --metrics-port")
 
 
 def limits(arguments: Namespace) -> dict[str, Any]:

@@ -54,6 +54,7 @@ def evaluate(arguments: Namespace) -> None:
     try:
         with progress_bar("evaluating", options.num_runs, is_bytes=False) as progress:
             result = evaluation(options, progress)
+        print(result.as_markdown(), flush=True)  # before a file that can't be written is one
         if arguments.json:
             Path(arguments.json).write_text(result.as_json(), encoding="utf-8")
         if arguments.picture:
@@ -64,7 +65,6 @@ def evaluate(arguments: Namespace) -> None:
         raise CommandError(str(error)) from None
     except ImportError as error:
         raise CommandError(f"a picture needs matplotlib: {error}") from None
-    print(result.as_markdown())
 
 
 def _range(scale: object) -> str:

@@ -72,7 +72,7 @@ async def _inspect(queue: _Queue, model: ModelName) -> None:
     records = [raw.decode().split("|") for raw in (await client.hgetall(keys.live)).values()]
     workers = await client.eval(LIVE_WORKERS, 1, queue.keys.workers(model))
     print(
-        f"{model}: {len(workers)} workers, {load.get('n', 0)} jobs wait ({load.get('t', 0)} weighted tokens), "
+        f"{model}: {len(workers)} {'worker' if len(workers) == 1 else 'workers'}, {load.get('n', 0)} jobs wait ({load.get('t', 0)} weighted tokens), "
         f"{sum(record[0] == 'L' for record in records)} run"
     )
     lines = sorted({record[4] for record in records})

@@ -31,4 +31,6 @@ def run_connected(url: str, work: Callable[[Any], Awaitable[Result]]) -> Result:
     try:
         return asyncio.run(connected(url, work))
     except (RedisError, OSError, TimeoutError) as error:
-        raise CommandError(f"cannot reach Redis: {type(error).__name__}: {error}; is the stack up?") from None
+        raise CommandError(
+            f"cannot reach Redis: {type(error).__name__}: {str(error).rstrip('.')} (start a stack with `sluicegate up`, or name one with --data or --redis-url)"
+        ) from None

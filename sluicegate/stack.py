@@ -5,6 +5,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -102,16 +103,23 @@ async def _first(*waits: Any) -> int:
 
 def _greeting(url: str, tenant: str, key: str, settings: StackSettings) -> str:
     body = (
-        f'{{"model": "{settings.model_name}", "stream": true, '
+        f'{{"model": "{settings.model_name}", "stream": true, "max_tokens": 200, "temperature": 0, '
         '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
     )
     return (
         f"\nReady.\n\n  Base URL  {url}/v1\n  Tenant    {tenant}\n  API key   {key}\n\n"
         f"Try it:\n\n  curl -N {url}/v1/chat/completions -H 'Authorization: Bearer {key}' \\\n"
         f"    -H 'Content-Type: application/json' -d '{body}'\n\n"
-        f"Or chat in another terminal: sluicegate chat --data {settings.data}\n"
+        f"Or chat in another terminal: {_command()} chat --data {settings.data}\n"
         f"Logs are in {settings.data / 'logs'}. Ctrl-C stops the stack.\n"
     )
+
+
+def _command() -> str:
+    """What to type for this very command: its name if the shell finds it, else its path."""
+    own = Path(sys.executable).with_name("sluicegate")
+    found = shutil.which("sluicegate")
+    return "sluicegate" if not own.is_file() or (found and Path(found).samefile(own)) else str(own)
 
 
 def _say(line: str) -> None:
@@ -158,7 +166,7 @@ def _detach(data: Path) -> None:
         process.wait()
         raise
     print(log.read_text(encoding="utf-8", errors="replace").replace(" Ctrl-C stops the stack.", ""), end="")
-    print(f"Stop it with: sluicegate down --data {data}")
+    print(f"Stop it with: {_command()} down --data {data}")
 
 
 def _wait_until_up(process: "subprocess.Popen[bytes]", data: Path, log: Path) -> None:

@@ -32,7 +32,7 @@ def _allowances(parser: argparse.ArgumentParser) -> None:
 
 def _tenant_fields(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tenant", help="its id: letters, digits, '.', '_' and '-'")
-    parser.add_argument("--display-name", help="a name for people")
+    parser.add_argument("--display-name", metavar="TEXT", help="a name for people")
     parser.add_argument("--weight", type=float, metavar="W", help="its share when there is a queue (1 if not set)")
     parser.add_argument(
         "--model", action="append", metavar="NAME", help="a model that it may use, any number; all for all"

@@ -82,5 +82,5 @@ KNOWN: dict[str, dict[str, Any]] = {
     "gemma-3-4b": _dense("gemma3_text", 34, 2560, 8, 4, 256, 10_240, 262_208, 131_072, is_tied=True, sliding_window=1024),
     "gemma-3-1b": _dense("gemma3_text", 26, 1152, 4, 1, 256, 6912, 262_144, 32_768, is_tied=True, sliding_window=512),
     "gemma-3-270m": _dense("gemma3_text", 18, 640, 4, 1, 256, 2048, 262_144, 32_768, is_tied=True, sliding_window=512),
-    "smollm2-135m": _dense("llama", 30, 576, 9, 3, 64, 1536, 49_152, 8192, is_tied=True),  # HuggingFaceTB/SmolLM2-135M-Instruct
+    "smollm2-135m-instruct": _dense("llama", 30, 576, 9, 3, 64, 1536, 49_152, 8192, is_tied=True),  # HuggingFaceTB/SmolLM2-135M-Instruct
 }  # fmt: skip

@@ -29,6 +29,18 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         assert not line.startswith("  --") or len(line.split()) > 1 or following.startswith("      ")
 
 
+def test_defaults_are_shown_where_they_say_something(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not that a switch is off or a list empty; paragraphs stay apart and fit the terminal."""
+    with pytest.raises(SystemExit):
+        main(["quantize", "--help"])
+    output = capsys.readouterr().out
+    assert "(default: 32)" in output
+    assert "(default: False)" not in output
+    assert "(default: [])" not in output
+    assert "INT8 weights.\n\nSRC is" in output
+    assert max(map(len, output.splitlines())) <= 80
+
+
 def test_the_first_help_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     """A newcomer sees what there is."""
     with pytest.raises(SystemExit):

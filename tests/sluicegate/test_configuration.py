@@ -101,6 +101,26 @@ def test_bad_variables(name: str, value: str, message: str, monkeypatch: pytest.
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("1", True), ("false", False), ("False", False), ("0", False)])
+def test_switches_in_the_environment(text: str, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag without a value can be off, too; what is neither is refused."""
+    monkeypatch.setenv("SLUICEGATE_ALLOW_FAULT_INJECTION", text)
+    assert _parsed("worker").allow_fault_injection is value
+    monkeypatch.setenv("SLUICEGATE_ALLOW_FAULT_INJECTION", "off?")
+    with pytest.raises(CommandError, match="expected true or false, got 'off\\?'"):
+        _parsed("worker")
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False), ('"false"', False), ("0", False)])
+def test_switches_in_a_file(text: str, value: bool, tmp_path: Path) -> None:
+    """TOML's own words, and what the environment takes."""
+    path = _file(tmp_path, f"allow-fault-injection = {text}")
+    assert _parsed("worker", "--config", path).allow_fault_injection is value
+    path = _file(tmp_path, "allow-fault-injection = 2")
+    with pytest.raises(CommandError, match="allow-fault-injection: expected true or false, got '2'"):
+        _parsed("worker", "--config", path)
+
+
 def test_bad_ones_stop_the_start() -> None:
     """One line, exit code 1."""
     environment = {**os.environ, "SLUICEGATE_PROT": "1"}
@@ -130,6 +150,8 @@ def test_show_has_every_setting_and_no_secret(
     assert 0 == main(["config", "show", "gateway", "--config", path])
     output = capsys.readouterr().out
     assert f"port = 1001  # {path}: port" in output
+    assert 0 == main(["config", "show", "worker"])
+    assert "allow-fault-injection = false  # default\n" in capsys.readouterr().out
     assert 'redis-url = "redis://user:***@host:6379/0"  # SLUICEGATE_REDIS_URL' in output
 
 

@@ -53,7 +53,7 @@ def test_inspect_shows_lines_and_the_dead(queue, client, data) -> None:
     dead = _bury(client, b"canary prompt")
     shown = queue("inspect")
     assert 0 == shown.returncode, shown.stderr
-    assert f"{MODEL}: 1 workers, 3 jobs wait (60 weighted tokens), 0 run" in shown.stdout
+    assert f"{MODEL}: 1 worker, 3 jobs wait (60 weighted tokens), 0 run" in shown.stdout
     acme = next(line for line in shown.stdout.splitlines() if "interactive/acme" in line and "waiting" in line)
     assert ["interactive/acme", "2", "waiting", "2.5", "0"] == acme.split()
     assert all(word in shown.stdout for word in (dead, "poisonous", "batch/beta"))

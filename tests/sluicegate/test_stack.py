@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -43,6 +45,11 @@ def test_the_start_ends_with_what_a_user_needs(up: Callable, data: Path) -> None
     assert f"curl -N {stack['url']}/v1/chat/completions -H 'Authorization: Bearer {stack['key']}'" in output
     body = json.loads(output.partition("-d '")[2].partition("'\n")[0])
     assert ("tiny-1", True) == (body["model"], body["stream"])
+    # A small model at the API's default temperature rambles on to the end of its context.
+    assert (0, True) == (body["temperature"], 0 < body["max_tokens"] < 1000)
+    chat = shlex.split(output.partition("another terminal: ")[2].partition("\n")[0])
+    assert shutil.which(chat[0])
+    assert ["chat", "--data", str(data)] == chat[1:]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -148,6 +148,7 @@ def test_no_redis_is_one_clear_line(data: Path, capsys: pytest.CaptureFixture[st
     assert 1 == main(["tenant", "list", "--redis-url", "redis://127.0.0.1:1/0", "--data", str(data)])
     errors = capsys.readouterr().err
     assert errors.startswith("sluicegate: cannot reach Redis: ")
+    assert errors.endswith("(start a stack with `sluicegate up`, or name one with --data or --redis-url)\n")
     assert 1 == errors.count("\n")
 
 

@@ -68,7 +68,15 @@ def test_small_models(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["glm-4.5-air", "qwen3-30b-a3b", "qwen3-0.6b", "llama-3.2-1b", "gemma-3-1b", "glm-4.7-flash", "smollm2-135m"],
+    [
+        "glm-4.5-air",
+        "qwen3-30b-a3b",
+        "qwen3-0.6b",
+        "llama-3.2-1b",
+        "gemma-3-1b",
+        "glm-4.7-flash",
+        "smollm2-135m-instruct",
+    ],
 )
 def test_whole_models(name: str) -> None:
     """Built-in models at their full size."""

@@ -32,9 +32,9 @@ def test_kv_heads_are_divided_until_there_is_one_for_each_gpu() -> None:
 
 def test_uneven_kv_heads_follow_the_fullest_gpu() -> None:
     """3 kv heads on 9 heads' worth of GPUs: with 9 GPUs each has one, with 3 too."""
-    whole = _plan("smollm2-135m").kv_bytes_per_token
-    assert whole / 3 == _plan("smollm2-135m", count=3, tp=3).kv_bytes_per_token_and_gpu
-    assert whole / 3 == _plan("smollm2-135m", count=9, tp=9).kv_bytes_per_token_and_gpu
+    whole = _plan("smollm2-135m-instruct").kv_bytes_per_token
+    assert whole / 3 == _plan("smollm2-135m-instruct", count=3, tp=3).kv_bytes_per_token_and_gpu
+    assert whole / 3 == _plan("smollm2-135m-instruct", count=9, tp=9).kv_bytes_per_token_and_gpu
 
 
 def test_all_gpus_of_a_group_hold_the_weights_once_and_copies_of_the_rest() -> None:
@@ -102,7 +102,7 @@ def test_the_floor_of_a_dense_model() -> None:
 
 def test_a_tied_embedding_is_read_whole() -> None:
     """It is the head too."""
-    assert 2 * 134_515_008 == pytest.approx(_plan("smollm2-135m", context=1).decode(1).bytes_per_gpu, rel=1e-3)
+    assert 2 * 134_515_008 == pytest.approx(_plan("smollm2-135m-instruct", context=1).decode(1).bytes_per_gpu, rel=1e-3)
 
 
 def test_windows_and_indexers_limit_what_is_read() -> None:
