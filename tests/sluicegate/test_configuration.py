@@ -101,7 +101,9 @@ def test_bad_variables(name: str, value: str, message: str, monkeypatch: pytest.
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "value"), [("true", True), ("1", True), ("false", False), ("False", False), ("0", False)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("1", True), ("false", False), ("False", False), ("0", False)]
+)
 def test_switches_in_the_environment(text: str, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flag without a value can be off, too; what is neither is refused."""
     monkeypatch.setenv("SLUICEGATE_ALLOW_FAULT_INJECTION", text)
