@@ -60,7 +60,7 @@ class Fields:
             value = float(max(-_LARGE, min(value, _LARGE)))  # an int of 400 digits has no float
         if type(value) is not kind:
             raise ModelError(f"{self.label}: {name} must be {kind.__name__}, got {type(value).__name__}")
-        if kind is int and abs(value) > _LARGE_INT:
+        if isinstance(value, int) and abs(value) > _LARGE_INT:
             raise ModelError(f"{self.label}: {name} is out of range")
         return value
 
