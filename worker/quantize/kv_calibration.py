@@ -70,18 +70,11 @@ class _Side:
 
 
 def _run(loaded: LoadedModel, pool: KvPool, window: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a window stores as keys and values, float32 [num_layers, num_kv_heads, elements]."""
+    """What a window stores as keys, and as values in the layers that have some: float32 [layers, num_kv_heads, elements] each."""
     run_window(loaded.model, pool, window, first_logit=len(window))
     num_pages = len(window) // pool.layout.page_size
     keys, stored = (memory[:, :num_pages].transpose(1, 2).flatten(2).float() for memory in (pool.k, pool.v))
-    if pool.layout.num_value_layers == pool.layout.num_layers:
-        return keys, stored
-    # Layers without values store zeros, as it were: some scale they must have.
-    values = torch.zeros(*keys.shape[:2], max(stored.shape[2], 1))
-    for layer in range(pool.layout.num_layers):
-        if (index := pool.layout.value_index(layer)) >= 0:
-            values[layer] = stored[index]
-    return keys, values
+    return keys, stored
 
 
 def _squared_error(stored: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
