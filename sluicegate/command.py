@@ -305,9 +305,7 @@ def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument("--model", help="the model's name (default: the stack's)")
     parser.add_argument("--system", help="a system prompt")
     parser.add_argument("--max-tokens", type=_whole(1, 1 << 30), metavar="N", help="longest answer")
-    parser.add_argument(
-        "--temperature", type=float, metavar="T", help="0 for the likeliest answer, up to 2"
-    )
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 for the likeliest answer, up to 2")
 
 
 def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
