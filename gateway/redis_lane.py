@@ -100,6 +100,8 @@ class _Wire:
 
     def put(self, parts: tuple[Any, ...]) -> "asyncio.Future[Any]":
         """Send a command with the others of this turn of the loop. Whoever doesn't wait for the answer any more leaves it unread."""
+        if self.is_broken:  # between being opened and this
+            raise RedisConnectionError("the connection was closed")
         self._outbox += self._packed(parts)  # raises for what can't be sent, before anything is noted
         answer: asyncio.Future[Any] = self._loop.create_future()
         self._waiting.append((answer, self._loop.time()))

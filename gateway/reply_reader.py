@@ -7,7 +7,6 @@ a heartbeat: workers never create it, so a gateway that died takes its streams w
 import asyncio
 
 import structlog
-from redis.exceptions import ResponseError
 
 from gateway.pending_job import PendingJob
 from gateway.redis_link import NETWORK_ERRORS, RETRY_S, RedisLink
@@ -114,9 +113,6 @@ class ReplyReader:
         while True:
             try:
                 await self._read(stream)
-            except ResponseError as error:
-                self._link.failed(error)
-                await asyncio.sleep(RETRY_S)
             except NETWORK_ERRORS as error:
                 self._link.failed(error)
                 await asyncio.sleep(RETRY_S)

@@ -16,7 +16,7 @@ from gateway.routing import MANY_TOKENS, NO_ROUTE, Route, Router
 from protocol.ids import GatewayId, ModelName, RequestId
 from protocol.job import Job
 from protocol.pull_script import HOLD_MS
-from protocol.queue_scripts import ABANDON, CANCEL, EXPIRED, LOST, RESUME
+from protocol.queue_scripts import ABANDON, CANCEL, EXPIRED, LOST, RESUME, RING
 from protocol.signing import seal_job
 from protocol.submit_script import SUBMIT
 
@@ -162,7 +162,7 @@ class Submitter:
 
     async def _ring(self, model: ModelName) -> None:
         try:
-            await self._link.commands.lpush(self._link.keys.queue(model).doorbell, 1)
+            await self._link.run(RING, self._fixed(model))
         except NETWORK_ERRORS as error:
             self._link.failed(error)  # workers look once a second all the same
 

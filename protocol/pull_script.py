@@ -76,7 +76,7 @@ local function candidate(line)
     ms = tonumber(ms)
     oldest = oldest or ms
     if wanted == worker and ms - oldest <= {OVERTAKE_MS} then return {{id, place}}, true end
-    local left = ms + {HOLD_MS} - now
+    local left = math.min(ms + {HOLD_MS} - now, {HOLD_MS}) -- the clock may have gone back
     if not first and (wanted == '' or left <= 0 or not has_room(wanted)) then
       first = {{id, place}}
     elseif not first then

@@ -170,6 +170,13 @@ end
 return 1
 """)
 
+RING = script("""
+-- Let any worker look.
+allow_when_full()
+ring(BELL)
+return 1
+""")
+
 LOST = script("""
 -- Which of these jobs Redis doesn't have (any more).   KEYS ..., the stream of each   ARGV id...   -> ids
 local lost = {}

@@ -75,6 +75,7 @@ if ARGV[13] ~= '1' then
   excess = over(have[1], have[2], ARGV[9], ARGV[10])
   if excess then return {{'full', 'model', wait(excess, 1)}} end
 end
+local owner, bell, choice = choose() -- before anything is written: what it reads may be damaged
 local is_new = redis.call('EXISTS', KEYS[FIXED + 1]) == 0
 local entry = redis.call('XADD', KEYS[FIXED + 1], '*', 'id', id, 'gw', gateway, 'job', ARGV[2])
 if is_new then
@@ -97,7 +98,6 @@ redis.call('HINCRBY', LOAD, 'n', 1); redis.call('HINCRBY', LOAD, 't', cost)
 redis.call('HINCRBY', LOAD, 'n:' .. tenant, 1); redis.call('HINCRBY', LOAD, 't:' .. tenant, cost)
 redis.call('HINCRBY', LOAD, 'l:' .. line, 1)
 redis.call('HINCRBY', LOAD, 'e:' .. line, 1)
-local owner, bell, choice = choose()
 local r = {{state = 'W', owner = owner, attempt = tonumber(ARGV[5]), charge = cost, line = line, entry = entry, gateway = gateway}}
 write(id, r)
 redis.call('ZADD', WAITING, 0, place_of(id, r))

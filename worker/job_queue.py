@@ -7,7 +7,7 @@ from typing import Any
 from protocol.ids import GatewayId, ModelName, RequestId, WorkerId
 from protocol.pull_script import PULL
 from protocol.queue_lua import OUTPUT_WEIGHT
-from protocol.queue_scripts import ABANDON, BURY, EXPIRED, PUBLISH, RELEASE, RENEW
+from protocol.queue_scripts import ABANDON, BURY, EXPIRED, PUBLISH, RELEASE, RENEW, RING
 from protocol.replies import Failed, ReplyEnvelope, encode_replies
 from worker.redis_link import BLOCK_MS, RedisLink
 
@@ -101,7 +101,7 @@ class JobQueue:
 
     async def ring(self) -> None:
         """Let another worker look: a ring that this one took may have been meant for it."""
-        await self._link.commands.lpush(self._keys.doorbell, 1)
+        await self._link.run(RING, self._fixed)
 
     async def leave(self) -> None:
         """Take no more: what was kept for this worker is anybody's at once."""

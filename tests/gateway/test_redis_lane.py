@@ -136,3 +136,24 @@ async def test_a_stream_of_replies_is_emptied_as_it_is_read(valkey_url, client) 
             assert [b"again"] == await stream.read()
             await stream.close()
             await client.delete(key)
+
+
+async def test_a_server_that_hangs_up_at_once_costs_no_time() -> None:
+    """It answers what opens a connection and closes it, as one that's full or going down does: an error comes long before the time is up."""
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(4096)
+        writer.write(b"+OK\r\n" * 2)
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    client = Redis(port=server.sockets[0].getsockname()[1], protocol=2)
+    lane = Lane(client.connection_pool.make_connection, 20)
+    async with asyncio.timeout(5):
+        for _ in range(3):
+            found = await asyncio.gather(*(lane.eval(ECHO, 0, n) for n in range(9)), return_exceptions=True)
+            assert all(isinstance(error, RedisConnectionError) for error in found)
+    await lane.aclose()
+    await client.aclose()
+    server.close()
+    await server.wait_closed()

@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import redis
 
 from protocol.job import Job, SamplingParams
 from protocol.routing import LANDMARKS, RoutingKeys
@@ -254,3 +255,29 @@ def test_old_jobs_decode_without_a_session() -> None:
     """The field is the last one and has a default."""
     assert _job().session is None
     assert b"12345678" == replace(_job(), session=b"12345678").session
+
+
+def test_a_clock_that_went_back_keeps_nobody_waiting(queue) -> None:
+    """Redis goes on from the largest time that a line has seen; a worker is told to look again soon all the same."""
+    queue.hold("w1", A)
+    _say_room(queue, *BOTH)
+    queue.submit("first")
+    line = queue.line("interactive/a")
+    ahead_ms = int(time.time() * 1000) + 3_600_000
+    queue.client.xdel(line, queue.client.xadd(line, {"x": ""}, id=f"{ahead_ms}-0"))
+    queue.submit("j", session=A, among=BOTH)
+    assert "first" == queue.pull("w2")["id"]
+    kind, wait_ms = queue.look("w2")
+    assert b"none" == kind
+    assert 0 < wait_ms <= 100
+    assert "j" == queue.pull("w1")["id"]
+
+
+def test_a_damaged_set_refuses_a_job_whole(queue) -> None:
+    """Somebody wrote text where a worker's digests are: nothing of the job is left behind."""
+    _say_room(queue, *BOTH)
+    before = set(queue.client.keys(f"{queue.keys.prefix}:*"))
+    queue.client.set(queue.keys.held("m/1", "w1"), "text", ex=60)
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        queue.submit("j", session=A, among=BOTH)
+    assert before | {queue.keys.held("m/1", "w1").encode()} == set(queue.client.keys(f"{queue.keys.prefix}:*"))
