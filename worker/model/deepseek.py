@@ -19,17 +19,26 @@ from worker.model.rope import angle_table, yarn_mscale
 NAMES = glm4_moe.NAMES | LATENT_NAMES
 _KIMI_PREFIX = "language_model."
 KIMI_NAMES = {role: _KIMI_PREFIX + name for role, name in NAMES.items()}
+# Where config.json leaves them out, as in transformers.
+_USUAL = {
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+}
 
 
 def read_config(fields: Fields) -> ModelConfig:
     """The numbers of a deepseek_v3's or kimi_k2's config.json."""
+    fields = fields.with_defaults(_USUAL)
     fields.require(
         hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, qk_layernorm=False
     )
     fields.refuse_others("rope_interleave")
     q_rank = fields.get("q_lora_rank", int) if fields.has("q_lora_rank") else None
     config = latent_config(fields, q_rank, is_interleaved=fields.get("rope_interleave", bool, True))
-    num_dense = max(0, min(fields.get("first_k_dense_replace", int, 0), config.num_layers, MAX_LAYERS))
+    num_dense = max(0, min(fields.get("first_k_dense_replace", int), config.num_layers, MAX_LAYERS))
     return replace(config, experts=experts_config(fields, frozenset(range(num_dense))))
 
 
@@ -76,11 +85,11 @@ def experts_config(fields: Fields, dense_layers: frozenset[int]) -> ExpertsConfi
         size=size,
         scoring="sigmoid",
         has_bias=True,
-        num_groups=fields.get("n_group", int, 1),
-        top_groups=fields.get("topk_group", int, 1),
+        num_groups=fields.get("n_group", int),
+        top_groups=fields.get("topk_group", int),
         normalize=fields.get("norm_topk_prob", bool, True),
-        scale=fields.get("routed_scaling_factor", float, 1.0),
-        shared_size=size * fields.get("n_shared_experts", int, 0),
+        scale=fields.get("routed_scaling_factor", float),
+        shared_size=size * fields.get("n_shared_experts", int),
         dense_layers=dense_layers,
     )
 

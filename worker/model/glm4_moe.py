@@ -13,10 +13,12 @@ NAMES = qwen3_moe.NAMES | {
 }  # fmt: skip
 
 build = qwen3_moe.build
+_USUAL = {"rms_norm_eps": 1e-5}  # where config.json leaves it out, as in transformers
 
 
 def read_config(fields: Fields) -> ModelConfig:
     """The numbers of a glm4_moe's config.json."""
+    fields = fields.with_defaults(_USUAL)
     fields.require(hidden_act="silu")
     fields.refuse_others("partial_rotary_factor")
     config = decoder_config(fields)

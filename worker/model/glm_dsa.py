@@ -11,11 +11,16 @@ from worker.model.hf_fields import Fields
 NAMES = deepseek.NAMES
 build = deepseek.build
 ignored = deepseek.ignored
+# Where config.json leaves them out, as in transformers.
+_USUAL = {
+    "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "n_shared_experts": 1, "first_k_dense_replace": 3,
+}  # fmt: skip
 _KINDS = {"full": True, "F": True, "shared": False, "S": False}
 
 
 def read_config(fields: Fields) -> ModelConfig:
     """The numbers of a glm_moe_dsa's config.json."""
+    fields = fields.with_defaults(_USUAL)
     fields.require(
         hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, qk_layernorm=False, mlp_bias=False,
         rope_interleave=True, indexer_rope_interleave=True,
@@ -56,7 +61,7 @@ def _own_indexers(fields: Fields, num_layers: int) -> tuple[int, ...]:
 
 
 def _dense_layers(fields: Fields, num_layers: int) -> frozenset[int]:
-    num_dense = fields.get("first_k_dense_replace", int, 3)
+    num_dense = fields.get("first_k_dense_replace", int)
     usual = ["dense" if layer < num_dense else "sparse" for layer in range(min(num_layers, 1024))]
     kinds = fields.get("mlp_layer_types", list, usual)
     if len(kinds) != num_layers or not all(kind in ("dense", "sparse") for kind in kinds):

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from kernels.backend import Backend, resolve
+from worker.model.architectures import architecture as architecture_of
 from worker.model.errors import ModelError
 from worker.model.gguf_config import gguf_config
 from worker.model.gguf_header import read_header
+from worker.model.hf_fields import Fields
 from worker.model.load import LoadedModel, load_model
 
 Make = Callable[..., Any]
@@ -295,3 +298,23 @@ def test_a_missing_tensor_is_named(name: str, tiny_models: ModuleType, tmp_path:
 
     with pytest.raises(ModelError, match=full):
         load_model(folder, Backend.REF)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config_class"),
+    [("glm4_moe", "Glm4MoeConfig"), ("deepseek_v3", "DeepseekV3Config"), ("glm_moe_dsa", "GlmMoeDsaConfig")],
+)
+def test_fields_that_are_left_out(architecture: str, config_class: str, tiny_models: ModuleType) -> None:
+    """What config.json doesn't say is what transformers takes for it."""
+    usual, raw = getattr(transformers, config_class)(), tiny_models.make(architecture).config.to_dict()
+    for name in ("rms_norm_eps", "n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "norm_topk_prob", "first_k_dense_replace"):  # fmt: skip
+        raw.pop(name)
+    raw |= {"num_hidden_layers": 5, "mlp_layer_types": None, "indexer_types": None, "layer_types": None}
+    config = architecture_of(architecture, "config.json").read_config(Fields(raw, "config.json"))
+
+    assert config.experts is not None
+    assert usual.rms_norm_eps == config.rms_eps
+    assert (usual.n_group, usual.topk_group) == (config.experts.num_groups, config.experts.top_groups)
+    assert (usual.routed_scaling_factor, usual.norm_topk_prob) == (config.experts.scale, config.experts.normalize)
+    assert usual.n_shared_experts * config.experts.size == config.experts.shared_size
+    assert frozenset(range(usual.first_k_dense_replace)) == config.experts.dense_layers
