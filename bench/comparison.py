@@ -15,6 +15,7 @@ from worker.quantize.window_run import PAGE_SIZE, run_window
 
 WINDOW_TOKENS = 512
 SKIPPED_CHARACTERS = 20_000  # tables and grammars
+_LARGEST_LOSS = 700.0
 
 
 @dataclass(slots=True)
@@ -40,8 +41,8 @@ class Comparison:
 
     @property
     def perplexity(self) -> float:
-        """Of the text."""
-        return math.exp(self.loss / self.num_tokens)
+        """Of the text; a broken model's is cut off where floats end."""
+        return math.exp(min(self.loss / self.num_tokens, _LARGEST_LOSS))
 
     @property
     def mean_divergence(self) -> float:

@@ -51,7 +51,9 @@ class _Side:
         self._errors = torch.zeros(len(_STEPS), *shape, dtype=torch.float64)
 
     def see(self, stored: torch.Tensor) -> None:
-        """stored float32 [num_layers, num_kv_heads, elements]."""
+        """stored float32 [num_layers, num_kv_heads, elements]. Raises QuantizeError for what is not finite."""
+        if not bool(torch.isfinite(stored).all()):
+            raise QuantizeError("the model's keys or values are not finite on the calibration text")
         if stored.numel():
             torch.maximum(self._largest, stored.abs().amax(dim=2), out=self._largest)
 

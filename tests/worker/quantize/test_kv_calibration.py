@@ -108,3 +108,15 @@ def test_a_worker_uses_them(make_folder: Make) -> None:
     write(default_file(folder), scales, "ab" * 32, {})
     with pytest.raises(ModelError, match="its scales are for another model"):
         preparation(_settings(folder))()
+
+
+def test_a_model_that_overflows_is_refused(make_folder: Make) -> None:
+    """Scales of what is not finite would be none."""
+    folder = make_folder(max_shard_size="1GB")
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if "layers.0.input_layernorm" in name or "layers.0.self_attn.k_proj" in name:
+            tensors[name] = torch.full_like(tensors[name].float(), 3e38)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(QuantizeError, match="not finite"):
+        _scales(load_model(folder, resolve("cpu")))
