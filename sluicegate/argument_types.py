@@ -43,3 +43,14 @@ def some_seconds(text: str) -> float:
 def kv_scales(text: str) -> str:
     """1, checkpoint, auto, or a file's whole path: processes that are started elsewhere read it too."""
     return text if text in {"1", "checkpoint", "auto"} else str(Path(text).expanduser().resolve())
+
+
+def rate(text: str) -> float:
+    """Tokens a second; 0 for no wait."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected tokens a second, got {text!r}") from None
+    if not (value == 0 or 0.1 <= value <= 1e9):
+        raise argparse.ArgumentTypeError(f"must be 0 or 0.1 to 1e9 tokens a second, got {text}")
+    return value
