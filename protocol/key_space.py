@@ -6,15 +6,12 @@ from typing import Literal
 
 from protocol.ids import GatewayId, ModelName, TenantId, WorkerId
 
-# Fields of an entry of a line. Only the envelope is trusted; the others are hints for scheduling, and for whom to tell if it isn't sound.
-JOB_FIELD = b"job"  # the signed envelope
 FORGET_FIELD = b"f"  # a field of an entry on a cancel stream: a tenant that was deleted
 CANCEL_FIELD = b"c"  # the one field of an entry on a cancel stream: the request id
 WORKER_GROUP = "workers"  # the consumer group of every line; consumers are worker ids
 RETURNED = "-"  # the consumer that holds the entries of jobs that were taken from a worker and wait for another
 
 PriorityClass = Literal["interactive", "batch"]
-CLASSES: tuple[PriorityClass, ...] = ("interactive", "batch")
 
 
 def line_name(priority: PriorityClass, tenant: TenantId) -> str:
