@@ -9,38 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.codes import plane_of_weights
 from kernels.gpu.launch import EXACT, OUT_TILE, capability, num_processors, row_tile
 from kernels.gpu.ranges import RANGE_COLUMNS, add_ranges
 from kernels.gpu.rows import rounded_rows
 from kernels.gpu_weights import GpuInt4Weight, GpuInt8Weight
-
-
-@triton.jit
-def plane_of_4_bits(words, plane: tl.constexpr):
-    """The four 4-bit codes of a word, one at a time: float16 0..15, exact, for two or three instructions each."""
-    shifted = words if plane < 2 else words >> 8
-    if plane % 2 == 0:
-        return ((shifted & 0x000F) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
-    return ((shifted & 0x00F0) | 0x6400).to(tl.float16, bitcast=True) * 0.0625 - 64.0
-
-
-@triton.jit
-def plane_of_8_bits(words, plane: tl.constexpr):
-    """The two 8-bit codes of a word (stored + 128): float16 -128..127, exact."""
-    shifted = words if plane == 0 else words >> 8
-    return ((shifted & 0x00FF) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
-
-
-@triton.jit
-def low_half(words):
-    """The lower 16 bits of 32 as float16."""
-    return (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def high_half(words):
-    """The upper 16 bits of 32 as float16."""
-    return (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -71,17 +44,8 @@ def _product(
             for plane in tl.static_range(planes):
                 first_column = chunk * chunk_columns + plane * WIDTH
                 numbers = tl.load(x_tile + first_column, mask=is_row, other=0.0)
-                code = plane_of_4_bits(words, plane) if BITS == 4 else plane_of_8_bits(words, plane)
                 scale = tl.load(scales + padded * (first_column // GROUP) + n)[:, None]
-                if HAS_MINIMUM:
-                    w = tl.fma(
-                        code,
-                        tl.broadcast_to(low_half(scale), code.shape),
-                        tl.broadcast_to(high_half(scale), code.shape),
-                    )
-                else:
-                    w = code * scale
-                part = tl.dot(w, numbers, part)
+                part = tl.dot(plane_of_weights(words, plane, scale, BITS, HAS_MINIMUM), numbers, part)
         total += part
     if SPLIT:
         place = (tl.program_id(2) * rows + m).to(tl.int64)[None, :] * num_out + n[:, None]

