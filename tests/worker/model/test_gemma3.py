@@ -82,7 +82,7 @@ def test_logits_of_the_reference_kernels(
     run = paged_run(load_model(PATH, Backend.REF))
     run.pool = replace(run.pool, k=torch.zeros(run.pool.k.shape), v=torch.zeros(run.pool.v.shape))
     monkeypatch.setattr("kernels.kv_write.ref.encode", lambda values, *_: values)
-    tokens = encode(TEXT)[:24]
+    tokens = encode(TEXT)[:12]  # the reference dequantizes a quarter of a million rows of the head for each 16
     (logits,) = run.feed(("a", tokens))
 
     error = relative_error(logits, _logits(reference, tokens))
