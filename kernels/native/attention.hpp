@@ -42,7 +42,7 @@ public:
     }
 
     void run() {
-        const int64_t units = static_cast<int64_t>(tiles_.size()) * layer_.num_kv_heads;
+        const int64_t units = num_units();
         const int64_t threads = ThreadPool::instance().size();
         if (units >= 4 * threads) {
             ThreadPool::instance().run(units, [&](int64_t unit, int) { whole(unit); });
@@ -64,11 +64,11 @@ private:
 
     // The result of one tile and kv head over one range, as [rows * ratio] states of (maximum, sum, values).
     template <KvType kType>
-    void range(const Tile& tile, int64_t kv_head, int64_t r, float* states, bool merges) const {
+    void range(const Tile& tile, int64_t kv_head, int64_t r, const Ahead& ahead, float* states, bool merges) const {
         const int64_t begin = r * kRange, end = std::min(tile.num_keys, begin + kRange);
         if (call_.page_keys != nullptr) verify(tile, kv_head, begin, end, r == first_range(tile));
-        const PagedHead pages{layer_, call_.page_table + call_.row_sequence[tile.first_row] * call_.max_pages, kv_head};
-        const Span span{tile, pages, kv_head, begin, end, states, merges};
+        const PagedHead pages = pages_of(tile, kv_head);
+        const Span span{tile, pages, kv_head, begin, end, ahead, states, merges};
         // One row reads each key once: straight from the pages. More rows share what is converted once.
         if (tile.num_rows == 1 && pages.has_vectors() && layer_.head_dim % (4 * kLanes) == 0) row_range<kType>(span);
         else tile_range<kType>(span);
@@ -92,6 +92,7 @@ private:
         const Tile& tile;
         const PagedHead& pages;
         int64_t kv_head, begin, end;
+        const Ahead& ahead;
         float* states;
         bool merges;
     };
@@ -138,7 +139,7 @@ private:
         float maximum[kCount], sum[kCount];
         for (int r = 0; r < kCount; ++r) maximum[r] = largest_score(scores + r * kRange, first, last);
         for (int r = 0; r < kCount; ++r) sum[r] = soften(scores + r * kRange, last, maximum[r]);
-        weigh_pages<kType, kCount>(scores, span.pages, span.begin, first, last, parts.data());
+        weigh_pages<kType, kCount>(scores, span.pages, span.begin, first, last, span.ahead, parts.data());
         for (int r = 0; r < kCount; ++r) add_part(span, query + r, maximum[r], sum[r], parts.data() + r * dim);
     }
 
@@ -186,11 +187,31 @@ private:
         }
     }
 
-    void range(const Tile& tile, int64_t kv_head, int64_t r, float* states, bool merges) const {
-        if (layer_.type == KvType::bf16) range<KvType::bf16>(tile, kv_head, r, states, merges);
-        else if (layer_.type == KvType::fp16) range<KvType::fp16>(tile, kv_head, r, states, merges);
-        else range<KvType::fp8>(tile, kv_head, r, states, merges);
+    void range(const Tile& tile, int64_t kv_head, int64_t r, const Ahead& ahead, float* states, bool merges) const {
+        if (layer_.type == KvType::bf16) range<KvType::bf16>(tile, kv_head, r, ahead, states, merges);
+        else if (layer_.type == KvType::fp16) range<KvType::fp16>(tile, kv_head, r, ahead, states, merges);
+        else range<KvType::fp8>(tile, kv_head, r, ahead, states, merges);
     }
+
+    PagedHead pages_of(const Tile& tile, int64_t kv_head) const {
+        return {layer_, call_.page_table + call_.row_sequence[tile.first_row] * call_.max_pages, kv_head};
+    }
+
+    // The keys of range r of a unit; none where it has no such range.
+    Ahead keys_of(int64_t unit, int64_t r) const {
+        const Tile& tile = tile_of(unit);
+        const int64_t begin = r * kRange;
+        return {pages_of(tile, unit % layer_.num_kv_heads), begin, std::max(begin, std::min(tile.num_keys, begin + kRange))};
+    }
+
+    // What comes after range r of a unit that is computed as a whole.
+    Ahead after(int64_t unit, int64_t r) const {
+        const int64_t next = unit + ThreadPool::instance().size();
+        if (r + 1 < num_ranges(tile_of(unit)) || next >= num_units()) return keys_of(unit, r + 1);
+        return keys_of(next, first_range(tile_of(next)));
+    }
+
+    int64_t num_units() const { return static_cast<int64_t>(tiles_.size()) * layer_.num_kv_heads; }
 
     void clear(float* states, int64_t count) const {
         for (int64_t i = 0; i < count; ++i) {
@@ -220,7 +241,9 @@ private:
         thread_local std::vector<float> states;
         states.resize(static_cast<size_t>(tile.num_rows * ratio_) * state_size());
         clear(states.data(), tile.num_rows * ratio_);
-        for (int64_t r = first_range(tile); r < num_ranges(tile); ++r) range(tile, kv_head, r, states.data(), true);
+        for (int64_t r = first_range(tile); r < num_ranges(tile); ++r) {
+            range(tile, kv_head, r, after(unit, r), states.data(), true);
+        }
         finish(tile, kv_head, states.data());
     }
 
@@ -255,7 +278,9 @@ private:
             const int64_t count = tile.num_rows * ratio_;
             float* own = states + unit.offset + static_cast<size_t>((piece.range - unit.first) * count) * state_size();
             clear(own, count);
-            range(tile, piece.unit % layer_.num_kv_heads, piece.range, own, false);
+            const auto next = static_cast<size_t>(index + ThreadPool::instance().size());
+            const Ahead ahead = next < pieces.size() ? keys_of(pieces[next].unit, pieces[next].range) : keys_of(piece.unit, num_ranges(tile));
+            range(tile, piece.unit % layer_.num_kv_heads, piece.range, ahead, own, false);
             if (unit.num_left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
                 merge_all(tile, piece.unit % layer_.num_kv_heads, states + unit.offset, num_ranges(tile) - unit.first);
             }
