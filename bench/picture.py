@@ -22,7 +22,7 @@ def draw(results: Results, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     num_lines = -(-len(results.rows) // COLUMNS)
-    figure, panels = plt.subplots(num_lines, COLUMNS, figsize=(16, 3.2 * num_lines + 0.8), squeeze=False)
+    figure, panels = plt.subplots(num_lines, COLUMNS, figsize=(16, 3.2 * num_lines + 0.8), squeeze=False, layout="constrained")
     for number, panel in enumerate(panels.flat):
         if number >= len(results.rows):
             panel.axis("off")
@@ -39,7 +39,6 @@ def draw(results: Results, path: Path) -> None:
                 1 / results.floor_s, len(results.engines) - 0.6, "floor ", color="#c0392b", fontsize=8, ha="right"
             )
     figure.suptitle(f"{results.model}: tokens a second ({results.started})", x=0.01, ha="left", fontsize=12)
-    figure.tight_layout(rect=(0, 0, 1, 0.97))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

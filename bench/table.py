@@ -78,7 +78,7 @@ def _ratios(results: Results) -> str:
     others = [engine for engine in results.engines if not engine.name.startswith(OURS) and not engine.unavailable]
     if not ours or not others:
         return ""
-    head = ["times as fast as", *(f"{peer.title} ({mine.about.get('kv')})" for peer in others for mine in ours)]
+    head = ["times as fast as", *(f"{peer.title} ({_short(mine)})" for peer in others for mine in ours)]
     rows = []
     for row in results.rows:
         ratios = [
@@ -88,6 +88,11 @@ def _ratios(results: Results) -> str:
         ]
         rows.append([row.title, *ratios])
     return "## Ours over each peer\n\n" + table(head, rows)
+
+
+def _short(engine: EngineResult) -> str:
+    """What tells one of our engines from the others."""
+    return engine.title.partition(", ")[2] or engine.title
 
 
 def _ratio(ours: float | None, theirs: float | None) -> str:

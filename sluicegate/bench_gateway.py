@@ -1,7 +1,7 @@
 """`sluicegate bench gateway`: what a request costs a gateway in CPU time before its job is queued, over a real Valkey.
 
-Authentication (the key known from the last half second, and looked up) and admission (everything up to the job's place in the queue) are timed apart, one
-request after the other: nothing is shared between requests that a busy gateway would share, so the figures are upper bounds.
+Authentication (the key known from the last half second, and looked up) and admission (everything up to the job's place in the queue) are timed apart: one
+request after the other, which then share nothing that a busy gateway's requests share (waking up for Redis, writing to it, reading from it), and with several under way.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from typing import Any
 GOAL_US = 300
 WARM_UP = 50
 PROMPT_TOKENS = 500
+AT_ONCE = 16
 
 
 def run(arguments: Namespace) -> None:
@@ -32,9 +33,10 @@ def run(arguments: Namespace) -> None:
     for name, samples in rows.items():
         ordered = sorted(samples)
         print(f"{name:<34} median {statistics.median(ordered):6.0f} us   p90 {ordered[len(ordered) * 9 // 10]:6.0f} us")
-    for kind in ("key known", "key looked up"):
-        total = statistics.median(rows[f"authentication, {kind}"]) + statistics.median(rows["admission"])
-        print(f"{f'together, {kind}':<34} median {total:6.0f} us   goal {GOAL_US} us")
+    crowd = f", {AT_ONCE} at once"
+    for key, how in (("key known", crowd), ("key known", ""), ("key looked up", "")):
+        total = statistics.median(rows[f"authentication, {key}"]) + statistics.median(rows[f"admission{how}"])
+        print(f"{f'together, {key}{how}':<34} median {total:6.0f} us   goal {GOAL_US} us")
 
 
 async def _measure(folder: Path, num_requests: int) -> dict[str, list[float]]:
@@ -53,30 +55,38 @@ async def _measure(folder: Path, num_requests: int) -> dict[str, list[float]]:
             await opened.__aenter__()
             opening.append(opened)
 
+        async def several() -> None:
+            await asyncio.gather(*(admitted() for _ in range(AT_ONCE)))
+
         async def let_go() -> None:
-            await opening.pop().__aexit__(None, None, None)
-            await parts.generations.close()  # until the job is taken back: not a part of admission
+            while opening:
+                await opening.pop().__aexit__(None, None, None)
+            await parts.generations.close()  # until the jobs are taken back: not a part of admission
 
         opening: list[Any] = []
         return {
             "authentication, key known": await _times(lambda: parts.auth.tenant(request), num_requests),
             "authentication, key looked up": await _times(forgotten, num_requests),
             "admission": await _times(admitted, num_requests, let_go),
+            f"admission, {AT_ONCE} at once": await _times(several, -(-num_requests // AT_ONCE), let_go, AT_ONCE),
         }
 
 
 async def _times(
-    step: Callable[[], Awaitable[Any]], count: int, after: Callable[[], Awaitable[None]] | None = None
+    step: Callable[[], Awaitable[Any]],
+    count: int,
+    after: Callable[[], Awaitable[None]] | None = None,
+    requests: int = 1,
 ) -> list[float]:
-    """Microseconds of this process' CPU time for each run of a step; `after` isn't counted."""
+    """Microseconds of this process' CPU time that a request takes in each run of a step for so many of them; `after` isn't counted."""
     samples = []
-    for _ in range(WARM_UP + count):
+    for _ in range(WARM_UP // requests + count):
         started_s = time.process_time()
         await step()
-        samples.append((time.process_time() - started_s) * 1e6)
+        samples.append((time.process_time() - started_s) * 1e6 / requests)
         if after is not None:
             await after()
-    return samples[WARM_UP:]
+    return samples[WARM_UP // requests :]
 
 
 @asynccontextmanager
