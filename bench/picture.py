@@ -22,7 +22,9 @@ def draw(results: Results, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     num_lines = -(-len(results.rows) // COLUMNS)
-    figure, panels = plt.subplots(num_lines, COLUMNS, figsize=(16, 3.2 * num_lines + 0.8), squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(
+        num_lines, COLUMNS, figsize=(16, 3.2 * num_lines + 0.8), squeeze=False, layout="constrained"
+    )
     for number, panel in enumerate(panels.flat):
         if number >= len(results.rows):
             panel.axis("off")
