@@ -10,6 +10,7 @@ MAX_LAYERS = 1024
 MAX_SIZE = 1 << 20
 MAX_EXPERTS = 4096
 MAX_CONTEXT = 1 << 20  # the rotary table has a row for each position
+MAX_PREDICTORS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,9 @@ class ModelConfig:
     norm_offset: float = 0.0  # what a norm's factor is more than the number in the checkpoint
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
+    num_predictors: int = (
+        1  # layers past the last that predict further tokens: a checkpoint may hold so many, which are left out
+    )
 
     def check(self, source: str) -> None:
         """Raise ModelError for numbers that no model has: they'd become huge allocations or wrong shapes."""
@@ -150,6 +154,8 @@ class ModelConfig:
                 raise ModelError(f"{source}: {name} {value} is out of range")
         if not 1 <= self.num_layers <= MAX_LAYERS:
             raise ModelError(f"{source}: num_layers {self.num_layers} is out of range")
+        if not 1 <= self.num_predictors <= MAX_PREDICTORS:
+            raise ModelError(f"{source}: num_nextn_predict_layers {self.num_predictors} is out of range")
         if not 1 <= self.context_length <= MAX_CONTEXT:
             raise ModelError(f"{source}: context_length {self.context_length} is out of range")
         if self.num_heads % self.num_kv_heads:

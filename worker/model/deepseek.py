@@ -73,6 +73,7 @@ def latent_config(fields: Fields, q_rank: int | None, *, is_interleaved: bool) -
         qkv_bias=fields.get("attention_bias", bool, False),
         o_bias=fields.get("attention_bias", bool, False),
         latent=latent,
+        num_predictors=glm4_moe.num_predictors(fields),
     )
 
 

@@ -44,9 +44,17 @@ def read_config(fields: Fields) -> ModelConfig:
         qk_norm=fields.get("use_qk_norm", bool, False),
         qkv_bias=fields.get("attention_bias", bool, False),
         experts=experts,
+        num_predictors=num_predictors(fields),
     )
 
 
 def ignored(config: ModelConfig) -> tuple[str, ...]:
     """Beginnings of the names of tensors that predict further tokens: they follow the last layer."""
-    return (f"model.layers.{config.num_layers}.",)
+    past = range(config.num_layers, config.num_layers + config.num_predictors)
+    return tuple(f"model.layers.{layer}." for layer in past)
+
+
+def num_predictors(fields: Fields) -> int:
+    """How many layers past the last one may follow. One even where config.json names none: some checkpoints keep it and don't say so."""
+    count: int = fields.get("num_nextn_predict_layers", int, 1)
+    return count or 1

@@ -4,11 +4,11 @@ Which modules are quantized at all is told by the tensors that are there: a chec
 and a plain one explains itself.
 """
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from worker.model.errors import ModelError
+from worker.model.module_patterns import ModulePattern, PatternError
 
 Strategy = Literal["tensor", "channel", "group", "block"]
 _STRATEGIES: tuple[Strategy, ...] = ("tensor", "channel", "group", "block")
@@ -20,7 +20,7 @@ _COMPRESSED_FORMATS = {
     "mixed-precision",
     "dense",
 }
-_MAX_PATTERN = 500
+_MAX_TEXT = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +36,47 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """Modules that a scheme is for: one by its name, some by a pattern, or all of a class."""
+
+    text: str
+    pattern: ModulePattern | None = None
+
+    def rank(self, module: str) -> int:
+        """How specific a match is: 0 by name, 1 by pattern, 2 by class; 3 for none. Every quantized module is a linear one. Raises PatternError."""
+        if self.text == module:
+            return 0
+        if self.pattern is not None:
+            return 1 if self.pattern.matches(module) else 3
+        return 2 if self.text == "Linear" else 3
+
+
+@dataclass(frozen=True, slots=True)
 class Quantization:
     """The method, its schemes with the modules that they are for, and whether stored KV scales are for 8-bit floats."""
 
     method: str
     label: str
-    schemes: tuple[tuple[tuple[str, ...], Scheme], ...] = ()
+    schemes: tuple[tuple[tuple[Target, ...], Scheme], ...] = ()
     zero_point_offset: int = 0  # what must be added to a stored zero point: 1 for GPTQ's first format
     has_kv_scales: bool = True
 
     def scheme(self, module: str) -> Scheme:
-        """The scheme for a module that has quantized tensors. Raises ModelError if there's none."""
+        """The scheme for a module that has quantized tensors: that of the most specific match, of equals the first. Raises ModelError if there's none."""
         if len(self.schemes) == 1:  # it's meant whatever its targets, which may be names of classes
             return self.schemes[0][1]
-        for rank in range(3):
-            for targets, scheme in self.schemes:
-                if any(_rank(target, module) == rank for target in targets):
-                    return scheme
-        raise ModelError(f"{self.label}: quantization_config does not say how {module!r} is quantized")
-
-
-def _rank(target: str, module: str) -> int:
-    """How specific a match is: 0 by name, 1 by pattern, 2 by class; 3 for none. Every quantized module is a linear one."""
-    if target == module:
-        return 0
-    if target.startswith("re:"):
-        return 1 if re.match(target[3:], module) else 3
-    return 2 if target == "Linear" else 3
+        best, chosen = 3, None
+        for targets, scheme in self.schemes:
+            for target in targets:
+                try:
+                    rank = target.rank(module)
+                except PatternError as error:
+                    raise ModelError(f"{self.label}: pattern {target.text[:100]!r} {error} on {module!r}") from None
+                if rank < best:
+                    best, chosen = rank, scheme
+        if chosen is None:
+            raise ModelError(f"{self.label}: quantization_config does not say how {module!r} is quantized")
+        return chosen
 
 
 def quantization(raw: dict[str, Any], label: str) -> Quantization:
@@ -91,7 +105,7 @@ class _Fields:
     def text(self, name: str, default: str | None = None) -> str:
         value = self.raw.get(name)
         value = default if value is None else value
-        if not isinstance(value, str) or len(value) > _MAX_PATTERN:
+        if not isinstance(value, str) or len(value) > _MAX_TEXT:
             raise ModelError(f"{self.label}.{name} must be text")
         return value
 
@@ -141,9 +155,8 @@ def _compressed_tensors(fields: _Fields) -> Quantization:
         targets = group.raw.get("targets")
         if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
             raise ModelError(f"{group.label}.targets must be a list of names")
-        for target in targets:
-            _check_pattern(target, group.label)
-        schemes.append((tuple(targets), _compressed_scheme(group.part("weights"))))
+        found = tuple(_target(target, group.label) for target in targets)
+        schemes.append((found, _compressed_scheme(group.part("weights"))))
     cache = fields.raw.get("kv_cache_scheme")
     is_fp8 = not isinstance(cache, dict) or (cache.get("num_bits") == 8 and cache.get("type") == "float")
     return Quantization("compressed-tensors", "", tuple(schemes), has_kv_scales=is_fp8)
@@ -157,13 +170,11 @@ def _check_format(fields: _Fields) -> None:
         )
 
 
-def _check_pattern(target: str, label: str) -> None:
-    if len(target) > _MAX_PATTERN:
-        raise ModelError(f"{label}: a pattern has {len(target)} characters; {_MAX_PATTERN} are allowed")
+def _target(text: str, label: str) -> Target:
     try:
-        re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
-    except (re.error, RecursionError, OverflowError):
-        raise ModelError(f"{label}: {target[:100]!r} is no regular expression") from None
+        return Target(text, ModulePattern(text.removeprefix("re:")) if text.startswith("re:") else None)
+    except PatternError as error:
+        raise ModelError(f"{label}: pattern {text[:100]!r} {error}") from None
 
 
 def _compressed_scheme(weights: _Fields) -> Scheme:
@@ -188,14 +199,15 @@ def _gptq(fields: _Fields) -> Quantization:
     if form not in ("gptq", "gptq_v2"):
         raise ModelError(f"{fields.label}.checkpoint_format {form!r} is not supported (gptq and gptq_v2 are)")
     general = _gptq_scheme(fields, fields)
-    schemes: list[tuple[tuple[str, ...], Scheme]] = []
+    schemes: list[tuple[tuple[Target, ...], Scheme]] = []
     dynamic = fields.part("dynamic") if fields.raw.get("dynamic") else _Fields({}, fields.label)
     for pattern in dynamic.raw:
-        target = "re:" + pattern.removeprefix("+:")
-        _check_pattern(target, dynamic.label)
         if not pattern.startswith("-:"):  # such modules are plain
+            target = _target("re:" + pattern.removeprefix("+:"), dynamic.label)
             schemes.append(((target,), _gptq_scheme(dynamic.part(pattern), fields)))
-    return Quantization("gptq", "", (*schemes, (("Linear",), general)), zero_point_offset=1 if form == "gptq" else 0)
+    return Quantization(
+        "gptq", "", (*schemes, ((Target("Linear"),), general)), zero_point_offset=1 if form == "gptq" else 0
+    )
 
 
 def _gptq_scheme(fields: _Fields, general: _Fields) -> Scheme:
@@ -218,7 +230,7 @@ def _awq(fields: _Fields) -> Quantization:
     group_size = fields.number("group_size", fields.number("q_group_size", 128))
     has_zero_points = fields.flag("zero_point", True)
     scheme = Scheme(4, False, not has_zero_points, "group" if group_size > 0 else "channel", max(0, group_size))
-    return Quantization("awq", "", ((("Linear",), scheme),))
+    return Quantization("awq", "", (((Target("Linear"),), scheme),))
 
 
 def _fp8(fields: _Fields) -> Quantization:
@@ -226,4 +238,4 @@ def _fp8(fields: _Fields) -> Quantization:
         raise ModelError(f"{fields.label}.fmt {fields.raw['fmt']!r} is not supported (e4m3 is)")
     block = fields.pair("weight_block_size")
     scheme = Scheme(8, True, True, "block" if block else "tensor", 0, block or (0, 0))
-    return Quantization("fp8", "", ((("Linear",), scheme),))
+    return Quantization("fp8", "", (((Target("Linear"),), scheme),))

@@ -92,12 +92,12 @@ def make_plan(source: Source, policy: Policy, shard_bytes: int | None) -> Plan:
 
 
 def _scale_dtype(source: Source) -> torch.dtype:
-    """The type that most matrices have, so that every engine reads scales as they are; float16 for float32."""
+    """The 16-bit type that most matrices have, so that every engine reads scales as they are; bfloat16, with the same range, for float32."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in source.tensors.values():
         if len(tensor.layout.shape) >= 2:
             sizes[tensor.layout.dtype] = sizes.get(tensor.layout.dtype, 0) + tensor.layout.nbytes
-    return torch.bfloat16 if max(sizes, key=lambda kind: sizes[kind], default=None) is torch.bfloat16 else torch.float16
+    return torch.float16 if max(sizes, key=lambda kind: sizes[kind], default=None) is torch.float16 else torch.bfloat16
 
 
 def _as_stored(source: Source) -> tuple[Shard, ...]:

@@ -117,6 +117,7 @@ def _candidates(
 
 
 def _stored(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Positive and finite in its type: a group of zeros has some scale too."""
+    """Positive and finite in its type: down to its subnormal numbers, as far as float32 can divide by them. A group of zeros has scale 1."""
     limits = torch.finfo(dtype)
-    return scale.clamp(limits.smallest_normal, limits.max).to(dtype)
+    least = max(limits.smallest_normal * limits.eps, torch.finfo(torch.float32).smallest_normal)
+    return torch.where(scale > 0, scale, 1.0).clamp_(least, limits.max).to(dtype)

@@ -287,6 +287,29 @@ def test_layers_that_predict_further_tokens_are_ignored(tiny_models: ModuleType,
         load_model(folder, Backend.REF)
 
 
+@pytest.mark.parametrize("architecture", ["glm4_moe", "deepseek_v3", "glm_moe_dsa"])
+def test_as_many_of_them_as_are_said(
+    architecture: str, tiny_models: ModuleType, tmp_path: Path, add_tensors: Make, edit_json: Make, paged_run: Make
+) -> None:
+    """Two layers past the last where config.json says two; a third one is unknown, and so is the second where it says one or nothing."""
+    folder = tiny_models.save(tiny_models.make(architecture), tmp_path / "model")
+    (expected,) = paged_run(load_model(folder, Backend.REF)).feed(("a", TOKENS))
+    add_tensors(folder, {f"model.layers.{layer}.mlp.gate.weight": torch.zeros(4, 4) for layer in (3, 4)})
+    edit_json(folder / "config.json", num_nextn_predict_layers=2)
+
+    assert torch.equal(expected, paged_run(load_model(folder, Backend.REF)).feed(("a", TOKENS))[0])
+
+    add_tensors(folder, {"model.layers.5.mlp.gate.weight": torch.zeros(4, 4)})
+    for said, unknown in ((2, 5), (1, 4), (0, 4), (None, 4)):
+        edit_json(folder / "config.json", num_nextn_predict_layers=said)
+        with pytest.raises(ModelError, match=rf"unknown tensor 'model\.layers\.{unknown}\.mlp"):
+            load_model(folder, Backend.REF)
+    for said in (-1, 65):
+        edit_json(folder / "config.json", num_nextn_predict_layers=said)
+        with pytest.raises(ModelError, match=f"num_nextn_predict_layers {said} is out of range"):
+            load_model(folder, Backend.REF)
+
+
 @pytest.mark.parametrize(
     "name", ["mlp.experts.3.up_proj", "mlp.gate", "mlp.shared_experts.down_proj", "self_attn.q_norm"]
 )

@@ -65,8 +65,8 @@ def test_a_kimi_folder_is_its_text_part(tiny_models: ModuleType, tmp_path: Path,
     """The same bits as the text part alone; what sees images and what predicts further tokens is left out, anything else unknown isn't."""
     plain = tiny_models.save(tiny_models.make("deepseek_v3"), tmp_path / "plain")
     kimi = tiny_models.save(tiny_models.make("deepseek_v3"), tmp_path / "kimi")
-    as_kimi(kimi, eos_token_id=[7, 259])
-    add_tensors(kimi, {"language_model.model.layers.3.eh_proj.weight": torch.zeros(4, 4)})
+    as_kimi(kimi, eos_token_id=[7, 259], num_nextn_predict_layers=2)
+    add_tensors(kimi, {f"language_model.model.layers.{layer}.eh_proj.weight": torch.zeros(4, 4) for layer in (3, 4)})
     loaded = load_model(kimi, resolve("cpu"))
     (expected,), (logits,) = (paged_run(one).feed(("a", TOKENS)) for one in (load_model(plain, resolve("cpu")), loaded))
 

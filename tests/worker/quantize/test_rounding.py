@@ -78,9 +78,22 @@ def test_odd_groups(precision: Precision) -> None:
     assert bool(torch.isfinite(back).all())
     assert bool((found.scale > 0).all())
     assert not back[0].any()
+    assert bool((found.scale[0] == 1).all())
     step = found.scale.float().repeat_interleave(precision.group_size, 1)
     # The largest may be clipped where that helps the others.
     assert bool(((back - rows).abs() <= step * 2.2).all())
+
+
+@pytest.mark.parametrize("largest", [2.0**-22, 3e-6, 2e-5, 4e-4])
+@pytest.mark.parametrize("precision", [Precision(4, 32), Precision(4, 32, False)], ids=str)
+def test_small_float16_weights_are_not_lost(precision: Precision, largest: float) -> None:
+    """Groups whose scale is below float16's normal numbers, down to its smallest weights, come back within a step of at most twice the best one."""
+    weight = (torch.linspace(-1, 1, 64) * largest).repeat(3, 1).half().float()
+    found = rounded_to_nearest(weight, precision, torch.float16)
+    step = max(largest / 7, 2.0**-24)
+
+    assert bool((found.scale.float() < 2.0**-14).all())
+    assert float((found.dequantize() - weight).abs().max()) <= step
 
 
 def test_importance_moves_the_error() -> None:
