@@ -24,15 +24,23 @@ os.environ["TRITON_INTERPRET"] = "1"
 for variable in ("SLUICEGATE_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
-# Those that start stacks wait a lot and hold a process for long: begun first, they don't run alone at the end.
-SLOW_FIRST = ("end_to_end", "chaos", "bench", "gateway", "sluicegate", "kernels")
+# Tests of these folders start processes and wait for them; the others compute. Both kinds take turns, so that cores are neither idle nor
+# fought over; within a kind the folders with long tests come first.
+WAITING = ("end_to_end", "chaos", "bench", "gateway", "sluicegate")
+COMPUTING_FIRST = ("kernels", "worker")
 ROOT = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow folders first; otherwise as collected."""
-    places = {folder: place for place, folder in enumerate(SLOW_FIRST)}
-    items.sort(key=lambda item: places.get(item.path.relative_to(ROOT).parts[0], len(places)))
+    """Files that wait and files that compute by turns, evenly from the first to the last; tests of a file as collected."""
+    files = list(dict.fromkeys(item.path for item in items))
+    folder = {path: path.relative_to(ROOT).parts[0] for path in files}
+    order: dict[Path, float] = {}
+    for is_waiting, first in ((True, WAITING), (False, COMPUTING_FIRST)):
+        kind = [path for path in files if (folder[path] in WAITING) == is_waiting]
+        kind.sort(key=lambda path: first.index(folder[path]) if folder[path] in first else len(first))
+        order |= {path: (place + 0.5) / len(kind) for place, path in enumerate(kind)}
+    items.sort(key=lambda item: order[item.path])
 
 
 @pytest.fixture(scope="module")
