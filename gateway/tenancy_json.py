@@ -1,11 +1,11 @@
 """Tenants, keys, limits and prices as JSON or TOML values: what the admin API and seed files take and give. Money is a decimal number."""
 
-import math
 import re
 from dataclasses import asdict, fields, replace
 from datetime import datetime, timezone
 from typing import Any, get_args
 
+from gateway.intake.fields import is_finite
 from protocol.ids import parse_model_name
 from protocol.limits import (
     MAX_AMOUNT,
@@ -143,8 +143,8 @@ def share_json(group: ShareGroup) -> dict[str, Any]:
 
 def moment(value: Any, path: str) -> int:
     """Unix milliseconds of an RFC 3339 time (without a zone: UTC), a TOML date-time, or Unix seconds. Raises FieldError."""
-    if type(value) in (int, float) and math.isfinite(value):
-        return _in_range(int(value * 1000), path)
+    if type(value) in (int, float) and is_finite(value):
+        return _in_range(value * 1000, path)
     try:
         when = value if isinstance(value, datetime) else datetime.fromisoformat(value)
     except (ValueError, TypeError):
@@ -180,7 +180,7 @@ def text(value: Any, path: str) -> str:
 
 def number(value: Any, path: str) -> float:
     """A finite number; raises FieldError."""
-    if type(value) not in (int, float) or not math.isfinite(value):
+    if type(value) not in (int, float) or not is_finite(value):
         raise FieldError(path, "expected a number")
     return float(value)
 
@@ -212,6 +212,8 @@ def _budget(value: Any, path: str) -> Budget:
     if unit not in get_args(BudgetUnit):
         raise FieldError(_at(path, "unit"), "must be tokens or money")
     amount = number(given.get("amount"), _at(path, "amount"))
+    if amount > MAX_AMOUNT:  # before it is multiplied: a float beyond this has no whole number of nano-units
+        raise FieldError(_at(path, "amount"), f"must be at most {MAX_AMOUNT}")
     try:
         return Budget(period, unit, money_to_nanos(amount) if unit == "money" else _whole(amount))
     except ValueError as error:
@@ -239,10 +241,10 @@ def _metadata(value: Any, path: str) -> tuple[tuple[str, str], ...]:
     return tuple((text(name, path), text(entry, _at(path, name))) for name, entry in value.items())
 
 
-def _in_range(ms: int, path: str) -> int:
+def _in_range(ms: float, path: str) -> int:
     if not 0 <= ms < 253_402_300_800_000:  # the year 10000
         raise FieldError(path, "is out of range")
-    return ms
+    return int(ms)
 
 
 def _is_encodable(value: str) -> bool:

@@ -14,6 +14,7 @@ from protocol.usage import SUMS, Span, UsageRow, parse_sum_field, row_from_field
 MAX_DAYS_BY_HOUR = 35
 MAX_MONTHS = 27
 PIPELINED = 100
+BATCH = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +41,16 @@ class UsageStore:
 
     async def rows(self, tenant: TenantId, from_ms: int, to_ms: int, most: int) -> list[UsageRow]:
         """Requests that ended in [from, to), the latest `most` of them in order of time."""
-        found = await self._client.xrevrange(
-            self._keys.usage_rows(tenant), max=f"{to_ms - 1}-{2**63 - 1}", min=from_ms, count=most
-        )
-        rows = []
-        for _, fields in found:
-            try:
-                rows.append(row_from_fields(fields))
-            except DecodeError:
-                continue  # of another version
+        rows: list[UsageRow] = []
+        last = f"{to_ms - 1}-{2**63 - 1}"
+        while len(rows) < most:
+            # In pieces: a gateway's streams go on in between.
+            count = min(most - len(rows), BATCH)
+            found = await self._client.xrevrange(self._keys.usage_rows(tenant), max=last, min=from_ms, count=count)
+            rows += [row for row in map(_row, found) if row is not None]
+            if len(found) < count:
+                break
+            last = "(" + found[-1][0].decode()
         return rows[::-1]
 
     async def sums(self, tenants: list[TenantId], span: Span, from_ms: int, to_ms: int) -> list[UsageSum]:
@@ -76,6 +78,13 @@ class UsageStore:
         return self._keys.usage_days(tenant, start.strftime("%Y%m"))
 
 
+def _row(entry: tuple[bytes, dict[bytes, bytes]]) -> UsageRow | None:
+    try:
+        return row_from_fields(entry[1])
+    except DecodeError:
+        return None  # of another version
+
+
 def total(sums: list[UsageSum]) -> dict[str, int]:
     """All sums together."""
     return {name: sum(one.amounts[name] for one in sums) for name in SUMS}
@@ -90,6 +99,8 @@ def _periods(span: Span, from_ms: int, to_ms: int) -> Iterator[datetime]:
         if start.timestamp() * 1000 >= to_ms:
             return
         yield start
+        if (start.year, start.month) == (9999, 12):
+            return  # the calendar ends
         start = start + timedelta(days=1) if span == "hour" else (start + timedelta(days=32)).replace(day=1)
     raise RangeTooLongError(f"usage by {span} is for at most {most} {'days' if span == 'hour' else 'months'} at once")
 

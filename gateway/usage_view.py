@@ -1,9 +1,12 @@
 """Usage as it is shown: one selection and one form for the API and the command."""
 
+import asyncio
 import csv
 import io
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from typing import Any, Literal, cast
 
 from gateway.tenancy_json import FieldError, moment, moment_text
@@ -21,6 +24,7 @@ ROW_COLUMNS = (
     "cost", "queue_ms", "ttft_ms", "total_ms", "request",
 )  # fmt: skip
 SUM_COLUMNS = ("start", "tenant", "key", "model", *(name for name in SUMS if name != "cost_nanos"), "cost")
+_FIELDS = tuple(field.name for field in fields_of(UsageRow))
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -40,7 +44,7 @@ class Selection:
         if by not in ("hour", "day", "request"):
             raise FieldError("by", "must be hour, day or request")
         to_ms = _when(given["to"], "to") if "to" in given else now_ms + 1000
-        from_ms = _when(given["from"], "from") if "from" in given else to_ms - DEFAULT_SPAN_MS
+        from_ms = _when(given["from"], "from") if "from" in given else max(to_ms - DEFAULT_SPAN_MS, 0)
         if from_ms >= to_ms:
             raise FieldError("from", "must be before 'to'")
         limit = given.get("limit", str(DEFAULT_ROWS))
@@ -58,8 +62,7 @@ async def records(store: UsageStore, tenants: list[TenantId], wanted: Selection)
     """Usage as flat objects with the selection's columns. Raises FieldError; errors of Redis pass through."""
     if wanted.by == "request":
         rows = [row for t in tenants for row in await store.rows(t, wanted.from_ms, wanted.to_ms, wanted.most)]
-        rows.sort(key=lambda row: row.ended_ms)
-        return [_row(row) for row in rows[-wanted.most :]]
+        return await asyncio.to_thread(_latest, rows, wanted.most)
     try:
         sums = await store.sums(tenants, wanted.by, wanted.from_ms, wanted.to_ms)
     except RangeTooLongError as error:
@@ -77,6 +80,12 @@ def totals(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**sums, "cost": round(sum(record["cost"] for record in found), 9)}
 
 
+def as_json(wanted: Selection, found: Sequence[Mapping[str, Any]]) -> str:
+    """One object with all records and their totals. Each record by itself: other threads run in between."""
+    head = json.dumps({"object": "list", "by": wanted.by})[:-1]
+    return f'{head}, "data": [{", ".join([json.dumps(record) for record in found])}], "totals": {json.dumps(totals(found))}}}'
+
+
 def as_csv(columns: Sequence[str], found: Sequence[Mapping[str, Any]]) -> str:
     """A header line and a line for each record. Texts that a spreadsheet would compute are quoted."""
     output = io.StringIO()
@@ -87,8 +96,12 @@ def as_csv(columns: Sequence[str], found: Sequence[Mapping[str, Any]]) -> str:
     return output.getvalue()
 
 
+def _latest(rows: list[UsageRow], most: int) -> list[dict[str, Any]]:
+    return [_row(row) for row in sorted(rows, key=lambda row: row.ended_ms)[-most:]]
+
+
 def _row(row: UsageRow) -> dict[str, Any]:
-    fields = asdict(row)
+    fields: dict[str, Any] = {name: getattr(row, name) for name in _FIELDS}
     fields["ended"] = moment_text(fields.pop("ended_ms"))
     fields["started"] = moment_text(fields.pop("started_ms"))
     fields["cost"] = fields.pop("cost_nanos") / NANOS

@@ -13,6 +13,7 @@ from sluicegate.errors import CommandError
 _BUDGET = re.compile(r"(day|month):(tokens|money)=([0-9]+(?:\.[0-9]+)?)")
 _DURATION = re.compile(r"([0-9]{1,9})(s|m|h|d)")
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+MAX_SPAN_S = 36_500 * 86_400
 
 
 def limits_from(given: list[str], old: Limits) -> Limits:
@@ -65,11 +66,14 @@ def pairs_from(flag: str, given: list[str]) -> tuple[tuple[str, str], ...]:
 
 
 def duration_ms(flag: str, text: str) -> int:
-    """A time span such as 90s, 15m, 12h or 30d; raises CommandError."""
+    """A time span such as 90s, 15m, 12h or 30d, of a century at most; raises CommandError."""
     match = _DURATION.fullmatch(text)
     if match is None:
         raise CommandError(f"{flag}: expected a time such as 90s, 15m, 12h or 30d, got {text!r}")
-    return int(match[1]) * _UNITS_S[match[2]] * 1000
+    span_s = int(match[1]) * _UNITS_S[match[2]]
+    if span_s > MAX_SPAN_S:
+        raise CommandError(f"{flag}: {text} is more than {MAX_SPAN_S // _UNITS_S['d']}d")
+    return span_s * 1000
 
 
 def moment_ms(flag: str, text: str, now_ms: int, *, is_past: bool) -> int:

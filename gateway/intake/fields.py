@@ -118,7 +118,7 @@ class Fields:
             return row.default
         if type(value) not in (int, float):
             raise self.wrong(row.name, "a number")
-        if not _is_finite(value) or not low <= value <= high or (row.open_low and value == low):
+        if not is_finite(value) or not low <= value <= high or (row.open_low and value == low):
             bounds = f"greater than {low:g} and at most {high:g}" if row.open_low else f"between {low:g} and {high:g}"
             raise bad_request(f"Invalid '{self.param(row.name)}': must be {bounds}.", self.param(row.name))
         return float(value)
@@ -131,7 +131,8 @@ class Fields:
                 raise bad_request(f"'{self.param(name)}' is not supported.", self.param(name), "unsupported_parameter")
 
 
-def _is_finite(value: int | float) -> bool:
+def is_finite(value: int | float) -> bool:
+    """Whether a number of JSON is one that a float can be."""
     try:
         return math.isfinite(value)
     except OverflowError:  # an integer beyond any float

@@ -190,6 +190,8 @@ def test_a_key_expires_is_rotated_and_shows_it(run) -> None:
     run("key", "create", "acme", "--expires", "tomorrow", error="--expires")
     run("key", "rotate", "key_0", error="there is no key 'key_0'")
     run("key", "rotate", first, "--overlap", "1 week", error="--overlap")
+    run("key", "rotate", first, "--overlap", "36501d", error="--overlap: 36501d is more than 36500d")
+    run("key", "create", "acme", "--expires", "999999999d", error="--expires")
 
 
 def test_prices_and_shares(run) -> None:
@@ -327,6 +329,8 @@ def test_a_seed_brings_no_revoked_key_back(run, data: Path, tmp_path: Path, monk
         ('[[tenants]]\nid = "a"\n[[tenants.keys]]\nname = "../x"', "tenants[0].keys[0].name"),
         ('[[tenants]]\nid = "a"\n[[tenants.keys]]\nname = "x"\nsecret = "a"\nsecret_env = "b"', "at most one of"),
         ('[[tenants]]\nid = "a"\n[[tenants.keys]]\nname = "x"\nscopes = ["root"]', "scopes"), ("tenants = 5", "expected an array"),
+        ('[[tenants]]\nid = "a"\nbudgets = [{ period = "day", unit = "money", amount = 1e300 }]', "tenants[0].budgets[0].amount"),
+        ('[[tenants]]\nid = "a"\n[[tenants.keys]]\nname = "x"\nexpires = 1e308', "tenants[0].keys[0].expires"),
         ('[prices."m"]\ninput = 1', "prices.m.output"), ('[[shares]]\nname = "s"', "shares[0]"), ("[", "not valid TOML"),
         ('[[tenants]]\nid = "a"\n[[tenants.keys]]\nname = "x"\nsecret_env = "NOT_SET_ANYWHERE"', "secret_env must give"),
         ('[[tenants]]\nid = "a"\n[[tenants.keys]]\nname = "x"\nsecret_file = "/nowhere/at/all"', "cannot read /nowhere"),

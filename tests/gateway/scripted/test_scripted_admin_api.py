@@ -124,6 +124,11 @@ async def test_the_life_of_a_key(desk, store):
         ("POST", "tenants", {"id": "x", "status": "gone"}, "status"), ("POST", "tenants", b"[]", None), ("POST", "tenants", b"{", None),
         ("POST", "tenants", b'{"id": "x", "display_name": "\\ud800"}', "display_name"),
         ("POST", "tenants", b'{"id": "x", "weight": NaN}', "weight"), ("POST", "tenants", b'{"id": "x", "weight": 1e999}', "weight"),
+        ("POST", "tenants", {"id": "x", "weight": 10**400}, "weight"),
+        ("POST", "tenants", {"id": "x", "budgets": [{"period": "day", "unit": "money", "amount": 1e300}]}, "budgets[0].amount"),
+        ("POST", "tenants", {"id": "x", "budgets": [{"period": "day", "unit": "tokens", "amount": 10**400}]}, "budgets[0].amount"),
+        ("POST", "tenants/acme/keys", {"expires": 1e308}, "expires"), ("POST", "tenants/acme/keys", {"expires": 10**400}, "expires"),
+        ("POST", "keys/key_0/rotate", {"overlap_s": 10**400}, "overlap_s"), ("PUT", "prices/m", {"input": 10**400, "output": 1}, "input"),
         ("POST", "tenants/acme/keys", {"scopes": []}, "scopes"), ("POST", "tenants/acme/keys", {"scopes": ["root"]}, "scopes"),
         ("POST", "tenants/acme/keys", {"scopes": [[]]}, "scopes"),
         ("POST", "tenants/acme/keys", {"expires": "soon"}, "expires"), ("POST", "tenants/acme/keys", {"expires": 1e300}, "expires"),
@@ -137,7 +142,7 @@ async def test_the_life_of_a_key(desk, store):
         ("GET", "usage?tenants=acme", None, "tenants"), ("GET", "usage?tenant=a%20b", None, None),
         ("GET", "audit?limit=x", None, "limit"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )  # fmt: skip
 async def test_what_cannot_be_is_a_400_that_names_the_field(desk, method, path, body, param):
     """Wrong types, names and ranges; nothing is made."""

@@ -1,6 +1,13 @@
 """What isn't HTTP, or is HTTP that two servers could read in two ways: request lines, headers and framing, byte for byte."""
 
 import json
+import time
+
+from redis.asyncio import Redis
+
+from protocol.ids import ModelName, TenantId
+from protocol.key_space import KeySpace
+from protocol.usage import UsageRow
 
 BODY = json.dumps({"model": "tiny/chat", "messages": [{"role": "user", "content": "Hi"}]}).encode()
 POST = b"POST /v1/chat/completions HTTP/1.1"
@@ -185,6 +192,19 @@ FRAMING = [
 ]  # fmt: skip
 
 
+# What a tenant may ask of its usage.
+USAGE = [
+    *((f"usage {query}", SERVED, _get(f"/v1/usage?{query}".encode())) for query in (
+        "to=253402300799", "by=hour&from=253402300000&to=253402300799", "by=request&to=253402300799", "to=1", "by=hour&to=1", "by=request&to=1",
+        "by=request&from=0&to=1", "by=request&limit=10000", "format=csv&by=request&from=9999-12-31&to=9999-12-31T23:59:59.999Z")),
+    *((f"usage {query}", (400, None, param), _get(f"/v1/usage?{query}".encode())) for query, param in (
+        ("to=0", "from"), ("from=5&to=5", "from"), ("from=253402300800", "from"), ("to=9999-12-31T23:59:59-23:59", "to"), ("from=0001-01-01", "from"),
+        ("from=-1", "from"), ("from=1e5", "from"), ("from=nan", "from"), ("from=%00", "from"), ("from=%D9%A1", "from"), ("from=", "from"), ("to=" + "9" * 400, "to"),
+        ("by=hour&from=0", "from"), ("by=month", "by"), ("by=day&by=hour", "by"), ("limit=0", "limit"), ("limit=10001", "limit"), ("limit=%2B1", "limit"),
+        ("limit=1.0", "limit"), ("format=xml", "format"), ("tenant=other", "tenant"), ("%ff=1", "\ufffd"), ("=1", ""))),
+]  # fmt: skip
+
+
 def _filled(raw: bytes, front) -> bytes:
     return raw.replace(b"{key}", front.key.encode()).replace(b"{admin}", front.admin_key.encode())
 
@@ -232,6 +252,39 @@ async def test_framing(front, unharmed):
             assert 1 >= answer.count(b"HTTP/1.1 "), (name, answer)
 
 
+async def test_questions_about_usage(front, unharmed):
+    """Times, ranges and names that can't be are a 400 that names them; none of them makes the gateway take Redis for lost."""
+    running = await front()
+    async with unharmed(running):
+        assert [] == await _wrong_rows(running, USAGE)
+    assert "redis_unreachable" not in running.log.read_text()
+
+
+async def test_a_long_list_of_usage(front, unharmed):
+    """Ten thousand rows, again and again, hold up nobody's stream."""
+    running = await front()
+    await _fill_usage(running, 10_000)
+    async with unharmed(running):
+        for form in ("json", "csv") * 3:
+            raw = running.head(path=f"/v1/usage?by=request&limit=10000&format={form}", method="GET")
+            answer = await running.send(raw)
+            assert 200 == answer.status
+            assert 9_900 < answer.body.count(b"a-request")
+
+
+async def _fill_usage(running, count: int) -> None:
+    now_ms = int(time.time() * 1000)
+    row = UsageRow(
+        "a-request", TenantId("acme"), "key_1", ModelName("tiny/chat"), "completed", "", 1, now_ms, now_ms, 9, 5, 4, 3, 2, 2, 2,
+    )  # fmt: skip
+    fields = row.to_fields()
+    async with Redis.from_url(running.redis_url) as client:
+        pipeline = client.pipeline(transaction=False)
+        for _ in range(count):
+            pipeline.execute_command("XADD", KeySpace().usage_rows(TenantId("acme")), "*", *fields)
+        await pipeline.execute()
+
+
 def test_the_table_is_long():
     """Kinds and neighbours of kinds."""
-    assert 140 < len(REQUEST_LINES) + len(HEADERS) + len(FRAMING)
+    assert 170 < len(REQUEST_LINES) + len(HEADERS) + len(FRAMING) + len(USAGE)
