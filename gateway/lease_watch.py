@@ -55,9 +55,8 @@ class LeaseWatch:
         if self._link.up_s < TRUST_AFTER_S:
             return
         for model in self._reader.models():
-            for request_id, gateway_id, line in await self._submitter.expired(model):
-                if gateway_id == self._gateway_id:
-                    await self._take_care(model, request_id, line)
+            for request_id, line in await self._submitter.expired(model, self._gateway_id):
+                await self._take_care(model, request_id, line)
 
     async def _take_care(self, model: ModelName, request_id: RequestId, line: str) -> None:
         job = self._reader.job(request_id)
@@ -85,11 +84,20 @@ class LeaseWatch:
         self._suspects = suspects
 
     async def _continue(self, job: PendingJob, reason: str, *, force: bool = False) -> None:
-        if job.is_finished:
+        if not self._is_wanted(job):
             return
         worker_id = job.worker_id
-        if await self._submitter.resume(job, force=force):
+        try:
+            is_continued = await self._submitter.resume(job, force=force)
+        finally:
+            # Whoever waited may have left meanwhile, and the job been taken back before it was there again.
+            if not self._is_wanted(job):
+                self._submitter.withdraw(job)
+        if is_continued and self._is_wanted(job):
             _log.warning(
                 "request_continues", request_id=job.request_id, reason=reason, attempt=job.job.attempt,
                 worker_id=worker_id, tokens=job.completion_tokens,
             )  # fmt: skip
+
+    def _is_wanted(self, job: PendingJob) -> bool:
+        return not job.is_finished and self._reader.job(job.request_id) is job

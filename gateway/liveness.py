@@ -16,7 +16,7 @@ from protocol.replies import Failed
 UNSERVED_GRACE_S = 60.0
 DEADLINE_GRACE_S = 2.0
 # A Redis that restarts is waited for; a client isn't kept waiting for one that stays away.
-OUTAGE_GRACE_S = 15.0
+OUTAGE_GRACE_S = 45.0
 
 
 class Liveness:

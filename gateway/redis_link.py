@@ -74,6 +74,7 @@ class RedisLink:
         self.keys = keys
         self.is_full = False
         self._state = LinkState(time.monotonic)
+        self._closing: asyncio.Future[Any] | None = None
 
     @property
     def is_up(self) -> bool:
@@ -107,6 +108,11 @@ class RedisLink:
         """Note that Redis did not answer."""
         if self._state.failed():
             _log.error("redis_unreachable", error=type(error).__name__)
+            # Connections that wait in a pool would each fail a command later, when Redis is long back. A cluster's client sees to its own.
+            pools = [client.connection_pool for client in (self.commands, self.blocking) if isinstance(client, Redis)]
+            self._closing = asyncio.gather(
+                *(pool.disconnect(inuse_connections=False) for pool in pools), return_exceptions=True
+            )
 
     @property
     def down_s(self) -> float:

@@ -86,10 +86,11 @@ class Submitter:
         """Take an unfinished job back."""
         self._in_background(self._withdraw(pending))
 
-    async def expired(self, model: ModelName) -> list[tuple[RequestId, GatewayId, str]]:
-        """Jobs of a model whose workers haven't been heard of for the time of their leases: request, gateway, line. Raises NETWORK_ERRORS."""
-        flat = [part.decode() for part in await self._link.run(EXPIRED, self._fixed(model), 0, MAX_EXPIRED)]
-        return [(RequestId(flat[at]), GatewayId(flat[at + 1]), flat[at + 2]) for at in range(0, len(flat), 3)]
+    async def expired(self, model: ModelName, gateway_id: GatewayId) -> list[tuple[RequestId, str]]:
+        """A gateway's jobs of a model whose workers haven't been heard of for the time of their leases: request, line. Raises NETWORK_ERRORS."""
+        found = await self._link.run(EXPIRED, self._fixed(model), 0, MAX_EXPIRED, gateway_id)
+        flat = [part.decode() for part in found]
+        return [(RequestId(flat[at]), flat[at + 2]) for at in range(0, len(flat), 3)]
 
     async def abandon(self, model: ModelName, request_id: RequestId, line: str, gateway_id: GatewayId) -> None:
         """Forget a job of this gateway's that nobody waits for. Raises NETWORK_ERRORS."""

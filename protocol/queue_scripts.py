@@ -78,11 +78,12 @@ return released
 """)
 
 EXPIRED = script("""
--- Jobs whose lease has been over for some time.   ARGV milliseconds, most   -> id, gateway, line, id, ...
+-- Jobs whose lease has been over for some time; only those of one gateway if it's named, so that what a dead one left doesn't hide them.
+-- ARGV milliseconds, most, gateway or ''   -> id, gateway, line, id, ...
 local found = {}
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', whole(now_ms() - tonumber(ARGV[1])), 'LIMIT', 0, ARGV[2])) do
-  local r = read(id)
-  if r then
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', whole(now_ms() - tonumber(ARGV[1])))) do
+  local r = #found < 3 * tonumber(ARGV[2]) and read(id)
+  if r and (ARGV[3] == '' or ARGV[3] == r.gateway) then
     found[#found + 1] = id
     found[#found + 1] = r.gateway
     found[#found + 1] = r.line

@@ -142,6 +142,8 @@ async def watch_cancels(link: RedisLink, model: ModelName, engine: EngineThread)
             await asyncio.sleep(RECONNECT_S)
             continue
         for entry_id, fields in _entries(found):
+            while not engine.has_room:  # a step takes long, and all gateways' clients leave
+                await asyncio.sleep(LOOK_AGAIN_S)
             last = entry_id
             if FORGET_FIELD in fields:
                 tenant = TenantId(fields[FORGET_FIELD].decode("utf-8", "replace"))

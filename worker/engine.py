@@ -137,9 +137,11 @@ class Engine:
             self._fail(request, "cancelled", "the request was cancelled")
             return
         now = self._parts.now()
-        self._cancelled = {key: until for key, until in self._cancelled.items() if until > now}
-        if len(self._cancelled) < MAX_REMEMBERED_CANCELS:
-            self._cancelled[request_id] = now + CANCEL_MEMORY_S
+        self._cancelled.pop(request_id, None)
+        self._cancelled[request_id] = now + CANCEL_MEMORY_S
+        # Oldest first: every worker hears of all cancellations, so each must cost little, and the latest is the likeliest to be met.
+        while len(self._cancelled) > MAX_REMEMBERED_CANCELS or next(iter(self._cancelled.values())) <= now:
+            del self._cancelled[next(iter(self._cancelled))]
 
     def drop(self, request_id: RequestId, attempt: int) -> None:
         """Drop a request if this attempt of it is here."""

@@ -112,6 +112,11 @@ class EngineThread:
         self._spans.accepted(job)
         self._commands.put_nowait(_Submit(job))
 
+    @property
+    def has_room(self) -> bool:
+        """Whether it can be told more. What only comes in is to wait for that; half of the room is for the rest."""
+        return self._commands.qsize() < MAX_COMMANDS // 2
+
     def cancel(self, request_id: RequestId) -> None:
         """Drop a request, now or when it arrives."""
         self._commands.put_nowait(_Cancel(request_id))

@@ -155,7 +155,7 @@ class JobQueue:
 
     async def expired(self, for_ms: int) -> list[ExpiredJob]:
         """Jobs that no worker has renewed, and no gateway continued, for that long after their leases ended."""
-        flat = [_text(part) for part in await self._link.run(EXPIRED, self._fixed, for_ms, MAX_EXPIRED)]
+        flat = [_text(part) for part in await self._link.run(EXPIRED, self._fixed, for_ms, MAX_EXPIRED, "")]
         return [ExpiredJob(RequestId(flat[at]), GatewayId(flat[at + 1]), flat[at + 2]) for at in range(0, len(flat), 3)]
 
     async def abandon(self, job: ExpiredJob) -> bool:

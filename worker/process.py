@@ -27,7 +27,7 @@ from worker.prefix_publisher import PrefixPublisher
 from worker.prepared import Prepared
 from worker.publisher import Publisher
 from worker.reaper import Reaper
-from worker.redis_link import NETWORK_ERRORS, RedisLink, open_redis
+from worker.redis_link import NETWORK_ERRORS, RECONNECT_S, RedisLink, open_redis
 from worker.settings import WorkerSettings
 from worker.spans import JobSpans
 
@@ -163,19 +163,26 @@ class _Worker:
         await _first_of(
             self._in_flight.wait_until_empty(), stopping.wait_again(), timeout_s=self._settings.drain_grace_s
         )
-        if len(self._in_flight):
-            await self._hand_over()
+        if len(self._in_flight) and await self._hand_over():
             self._engine.fail_all("the worker was stopped before the request was complete")
             await _first_of(self._in_flight.wait_until_empty(), timeout_s=CANCEL_SETTLE_S)
 
-    async def _hand_over(self) -> None:
-        """Let go of what isn't complete. What the engine says of it from here on is refused by Redis."""
-        try:
-            released = await self._queue.release(self._in_flight.holdings())
-        except NETWORK_ERRORS as error:
-            self._link.failed(error)  # the leases end by themselves
-        else:
-            _log.info("jobs_handed_over", jobs=released)
+    async def _hand_over(self) -> bool:
+        """Let go of what isn't complete: what the engine says of it from here on is refused by Redis. False if Redis stays away: then the leases
+        end by themselves, and the requests must not be failed here.
+        """
+        end_s = self._loop.time() + CANCEL_SETTLE_S
+        while True:
+            try:
+                released = await self._queue.release(self._in_flight.holdings())
+            except NETWORK_ERRORS as error:
+                self._link.failed(error)
+            else:
+                _log.info("jobs_handed_over", jobs=released)
+                return True
+            if self._loop.time() > end_s:
+                return False
+            await asyncio.sleep(RECONNECT_S)
 
     async def _leave(self) -> None:
         self._engine.stop(timeout_s=CANCEL_SETTLE_S)

@@ -2,6 +2,7 @@
 logged once, whoever notices it first.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -37,6 +38,7 @@ class RedisLink:
         self.blocking = blocking
         self.keys = keys
         self._state = LinkState(time.monotonic)
+        self._closing: asyncio.Future[Any] | None = None
 
     async def run(self, script: Script, keys: list[str], *arguments: Any) -> Any:
         """A script's result; one that Redis has forgotten is sent again."""
@@ -49,6 +51,11 @@ class RedisLink:
         """Note that Redis did not do what it was asked."""
         if self._state.failed():
             _log.error("redis_unreachable", error=type(error).__name__, reason=_reason(error))
+            # Connections that wait in a pool would each fail a command later, when Redis is long back. A cluster's client sees to its own.
+            pools = [client.connection_pool for client in (self.commands, self.blocking) if isinstance(client, Redis)]
+            self._closing = asyncio.gather(
+                *(pool.disconnect(inuse_connections=False) for pool in pools), return_exceptions=True
+            )
 
     def answered(self) -> None:
         """Note that Redis did."""

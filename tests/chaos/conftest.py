@@ -16,7 +16,9 @@ from random import Random
 import aiohttp
 import pytest
 
+from sluicegate.child import Child
 from sluicegate.fleet import Fleet, Gateway, open_fleet
+from sluicegate.valkey import _binary
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 REQUEST_TIMEOUT_S = 90.0
@@ -162,6 +164,13 @@ class Arena:
         await victim.child.wait()
         await self.fleet.reap()
         await self.fleet.add_gateway(port=victim.port)
+
+    async def restart_redis(self) -> None:
+        """Start the fleet's own Redis again, with its configuration and whatever data there are."""
+        command = [str(_binary()), str(self.fleet.folder / "secrets" / "valkey.conf")]
+        self.fleet.redis = await Child.start(
+            "redis", command, self.fleet.folder / "logs" / "redis-again.log", os.environ
+        )
 
     async def _replace(self, victim) -> None:
         await victim.wait()

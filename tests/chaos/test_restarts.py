@@ -71,6 +71,27 @@ async def _ended(child: Child) -> None:
         assert 0 == await child.wait()
 
 
+async def test_a_worker_that_leaves_while_redis_is_away_fails_nobody(new_arena) -> None:
+    """SIGTERM without time for answers while Redis restarts: the worker ends well, and its answers go on elsewhere."""
+    async with new_arena(1, 2, "--decode-rate", "40", "--drain-grace", "0") as arena:
+        body = arena.body("A long answer, please.", ignore_eos=True, max_tokens=150)
+        assert (whole := await arena.ask(body)).is_complete
+        asking = [asyncio.create_task(arena.ask(body)) for _ in range(4)]
+        await asyncio.sleep(1.0)
+        busiest = max(await arena.fleet.statuses(), key=lambda status: status["running_sequences"])
+        assert busiest["running_sequences"]
+        leaving = next(worker for worker in arena.fleet.workers if worker.pid == busiest["pid"])
+        arena.fleet.kill(arena.fleet.redis)
+        await arena.fleet.redis.wait()
+        os.kill(leaving.pid, signal.SIGTERM)
+        await asyncio.sleep(1.0)
+        await arena.restart_redis()
+        assert [whole] * 4 == await asyncio.gather(*asking)
+        async with asyncio.timeout(40):
+            assert 0 == await leaving.wait()
+        await arena.fleet.reap()
+
+
 async def test_a_forward_pass_that_hangs_loses_its_jobs_and_gets_no_others(new_arena, tmp_path) -> None:
     """An answer goes on elsewhere from where it was, further requests aren't caught by the worker that hangs, and it serves again when it wakes."""
     stuck = tmp_path / "stuck"

@@ -48,12 +48,12 @@ class Queue:
         return self.keys.line(MODEL, line)
 
     def submit(self, job_id: str, line: str = "interactive/a", prompt: int = 10, output: int = 10, weight: float = 1.0,
-               jobs: int = MOST, tokens: int = MOST, tenant_jobs: int = MOST, tenant_tokens: int = MOST, force: int = 0,
+               jobs: int = MOST, tokens: int = MOST, tenant_jobs: int = MOST, tenant_tokens: int = MOST, force: int = 0, gateway: str = "g1",
                session: bytes = b"", landmarks: tuple[bytes, ...] = (), among: tuple[str, ...] = ()):  # fmt: skip
         keys = [key for worker in among for key in (self.keys.held(MODEL, worker), self.keys.bell(MODEL, worker))]
         route = [session, len(landmarks), *landmarks, *among] if among else []
         return self.run(
-            SUBMIT, [self.line(line), self.keys.workers(MODEL), *keys], job_id, f"envelope of {job_id}", line, "g1", 1,
+            SUBMIT, [self.line(line), self.keys.workers(MODEL), *keys], job_id, f"envelope of {job_id}", line, gateway, 1,
             prompt, output, weight, jobs, tokens, tenant_jobs, tenant_tokens, force, *route,
         )  # fmt: skip
 
@@ -110,8 +110,8 @@ class Queue:
     def lost(self, *pairs: tuple[str, str]) -> list[str]:
         return [raw.decode() for raw in self.run(LOST, [self.line(line) for _, line in pairs], *(i for i, _ in pairs))]
 
-    def expired(self) -> list[str]:
-        return [raw.decode() for raw in self.run(EXPIRED, [], 0, 100)[::3]]
+    def expired(self, gateway: str = "", most: int = 100) -> list[str]:
+        return [raw.decode() for raw in self.run(EXPIRED, [], 0, most, gateway)[::3]]
 
     def expire(self, job_id: str) -> None:
         """As if its worker had been silent for long."""

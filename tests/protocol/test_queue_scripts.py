@@ -172,6 +172,19 @@ def test_jobs_of_dead_gateways_are_forgotten_only_if_no_worker_has_them(queue) -
     assert set() == queue.left()
 
 
+def test_what_a_dead_gateway_left_hides_nobodys_jobs(queue) -> None:
+    """More of its jobs than are looked at in one go, with leases that ended sooner, beside one of a gateway that lives."""
+    for number in range(30):
+        queue.submit(f"orphan-{number}", gateway="g2")
+    queue.submit("mine")
+    for _ in range(31):
+        queue.expire(queue.pull()["id"])
+    queue.client.zadd(queue.fixed.leases, {"mine": 2})
+    assert ["mine"] == queue.expired("g1", most=10)
+    assert 10 == len(queue.expired(most=10))
+    assert 30 == len(queue.expired("g2"))
+
+
 def test_a_gateway_that_is_gone_is_told_to_the_worker(queue) -> None:
     """Verdict 2, and a job that ends is forgotten all the same."""
     queue.submit("j")

@@ -166,6 +166,52 @@ async def test_a_job_that_redis_lost_is_submitted_anew(gateway, worker, redis, k
     assert [2] == [job.attempt for job in one.jobs]
 
 
+@pytest.mark.parametrize("left", ["before", "meanwhile"])
+async def test_a_lost_job_of_a_client_that_has_left_does_not_come_back(gateway, worker, redis, keys, soon, left):
+    """Redis has lost a job, and while its gateway submits it anew its client leaves: nobody computes it, and nothing of it stays."""
+    one = await worker(is_taking=False)
+    running = await gateway()
+    reader, submitter = running.parts.reader, running.parts.generations._submitter
+    asking = asyncio.create_task(running.chat())
+    live = keys.queue(one.model).live
+
+    async def is_there():
+        return await redis.exists(live)
+
+    async def is_gone():
+        return not await redis.exists(live)
+
+    await soon(is_there)
+    (job,) = reader.jobs()
+    again, send = asyncio.Event(), submitter._send
+
+    async def leave():
+        asking.cancel()
+        await soon(lambda: not reader.jobs() and not submitter._background)
+
+    async def late(*arguments, force=False, **options):
+        if left == "meanwhile":
+            await leave()
+        answer = await send(*arguments, force=force, **options)
+        again.set()
+        return answer
+
+    submitter._send = late
+    await redis.delete(*keys.queue(one.model).all(), keys.line(one.model, "interactive/acme"))
+    if left == "before":
+        reader.forget(job)
+        reader.interrupted = {job}  # as in a round that had begun
+        await soon(lambda: not reader.interrupted)
+        assert not again.is_set()
+        await leave()
+    else:
+        reader.interrupted.add(job)
+        await soon(again.is_set)
+    await soon(is_gone)
+    await asyncio.sleep(0.3)
+    assert await is_gone()
+
+
 async def test_groups_and_scripts_that_are_gone_are_made_anew(gateway, worker, redis, keys, soon):
     """XGROUP DESTROY and SCRIPT FLUSH while jobs run and wait: all are answered, none twice."""
     go_on = asyncio.Event()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from protocol.replies import Delta, Done, Failed, PromptLogprobs, Started
+from worker.engine import MAX_REMEMBERED_CANCELS
 
 
 def _terminals(replies: list) -> list:
@@ -50,6 +51,18 @@ def test_a_cancel_that_comes_first_is_remembered(lab) -> None:
     job = lab.job("too late")
     engine.cancel(job.request_id)
     engine.cancel("nobody")
+    (replies,) = lab.run(engine, job)
+    assert ["cancelled"] == [reply.code for reply in _terminals(replies)]
+
+
+def test_the_latest_cancels_are_remembered_however_many_there_were(lab) -> None:
+    """A worker hears of the cancellations of all others' requests too: they take a bounded place and push nothing out that's newer."""
+    engine = lab.engine()
+    job = lab.job("too late")
+    for number in range(MAX_REMEMBERED_CANCELS + 10):
+        engine.cancel(f"somebody-{number}")
+    engine.cancel(job.request_id)
+    assert len(engine._cancelled) == MAX_REMEMBERED_CANCELS
     (replies,) = lab.run(engine, job)
     assert ["cancelled"] == [reply.code for reply in _terminals(replies)]
 
