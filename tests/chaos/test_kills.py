@@ -1,6 +1,7 @@
 """Processes die and stall at random points of requests' lives: each living client is told exactly one end, and never a wrong word."""
 
 import asyncio
+import json
 import os
 
 import pytest
@@ -70,6 +71,61 @@ async def test_workers_that_are_killed(new_arena) -> None:
 
         await _under_load(arena, disturb)
         _check_answers(arena, expected)
+
+
+RULES = {
+    "plain": {"temperature": 0},
+    "rules": {
+        "temperature": 0.9, "seed": 5, "n": 2, "frequency_penalty": 0.7, "presence_penalty": 0.3, "logprobs": True, "top_logprobs": 2,
+        "stop": ["zzz", "qqq"],
+    },
+}  # fmt: skip
+
+
+async def _all_told(arena, body: dict, at_event: int | None = None, then=None) -> tuple[dict, float]:
+    """All that a stream says, by choice, and its longest pause; `then` is called at an event."""
+    loop = asyncio.get_running_loop()
+    told: dict = {"usage": None}
+    pause_s, last_s, number = 0.0, loop.time(), 0
+    url, headers = arena.fleet.gateways[0].url, {"Authorization": f"Bearer {arena.key}"}
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    async with arena.session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            pause_s, last_s, number = max(pause_s, loop.time() - last_s), loop.time(), number + 1
+            event = json.loads(line[6:])
+            told["usage"] = event.get("usage") or told["usage"]
+            for choice in event["choices"]:
+                text, entries, finish = told.setdefault(choice["index"], ("", [], None))
+                entries = entries + ((choice.get("logprobs") or {}).get("content") or [])
+                text += choice["delta"].get("content") or ""
+                told[choice["index"]] = (text, entries, choice["finish_reason"] or finish)
+            if number == at_event:
+                await then()
+    return told, pause_s
+
+
+@pytest.mark.parametrize("name", RULES)
+async def test_a_death_is_noticed_in_three_seconds_and_told_once(new_arena, name: str) -> None:
+    """Text, logprobs, finish reasons and usage are those of an undisturbed stream; the pause is that of the default lease; one line in the log."""
+    async with new_arena(1, 2, "--decode-rate", "40") as arena:
+        body = arena.body("A question.", max_tokens=120, ignore_eos=True, **RULES[name])
+        expected, _ = await _all_told(arena, body)
+        if name == "plain":
+            assert 120 == expected["usage"]["completion_tokens"]
+
+        async def kill() -> None:
+            busy = [status["pid"] for status in await arena.fleet.statuses() if status["running_sequences"]]
+            arena.fleet.kill(next(worker for worker in arena.fleet.workers if worker.pid in busy))
+
+        told, pause_s = await _all_told(arena, body, 40, kill)
+        for usage in (told["usage"], expected["usage"]):
+            usage.pop("prompt_tokens_details", None)  # the second one finds its prompt in the cache
+        assert expected == told
+        print(f"{name}: paused for {pause_s:.2f} s")
+        assert 1.0 < pause_s < 3.0 + 0.5  # and the tokens up to there computed once more
+        assert 1 == arena.fleet.gateways[0].child.log.read_text().count('"request_continues"')
 
 
 async def test_workers_that_stall_and_wake_up(new_arena) -> None:
