@@ -137,6 +137,8 @@ async def watch_cancels(link: RedisLink, model: ModelName, engine: EngineThread)
     while True:
         try:
             found = await link.blocking.xread({key: last}, count=1000, block=BLOCK_MS)
+            if not found:
+                last = await _place(link, key, last)
         except NETWORK_ERRORS as error:
             link.failed(error)
             await asyncio.sleep(RECONNECT_S)
@@ -151,6 +153,17 @@ async def watch_cancels(link: RedisLink, model: ModelName, engine: EngineThread)
                 _log.info("tenant_forgotten", tenant=tenant)
             else:
                 engine.cancel(RequestId(fields.get(CANCEL_FIELD, b"").decode("ascii", "replace")))
+
+
+async def _place(link: RedisLink, key: str, last: bytes) -> bytes:
+    """Where to read on: at the beginning if the stream was made anew under a clock that has gone back, so that all of it would look old."""
+    newest = await link.commands.xrevrange(key, count=1)
+    return b"0" if newest and _moment(newest[0][0]) < _moment(last) else last
+
+
+def _moment(entry_id: bytes) -> tuple[int, int]:
+    ms, _, number = entry_id.partition(b"-")
+    return int(ms), int(number or 0)
 
 
 def _entries(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:

@@ -1,4 +1,4 @@
-"""More cancellations than an engine in a long step can be told: they wait in Redis, and the worker lives on."""
+"""How cancellations reach an engine: more of them than it can be told in a long step, and some under a clock that has gone back."""
 
 import asyncio
 import secrets
@@ -52,3 +52,38 @@ async def test_a_flood_of_cancellations_waits_for_a_long_step(lab, valkey_url: s
             await asyncio.gather(watching, return_exceptions=True)
             await client.delete(keys.cancels(MODEL))
     assert "cancelled" == replies[-1].envelope.reply.code
+
+
+class _Recorder:
+    """Stands where the engine's thread does: notes what's cancelled."""
+
+    has_room = True
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+
+async def test_a_clock_that_went_back_makes_nobody_deaf(valkey_url: str) -> None:
+    """The stream was gone for want of cancellations, or with Redis, and is made again with smaller ids: they are heard, each once."""
+    engine, keys = _Recorder(), KeySpace("t" + secrets.token_hex(6))
+    key = keys.cancels(MODEL)
+    async with Redis.from_url(valkey_url, socket_timeout=None) as client:
+        watching = asyncio.create_task(watch_cancels(RedisLink(client, client, keys), MODEL, engine))
+        try:
+            async with asyncio.timeout(20):
+                for number, entry_id in enumerate(["99999999999999-5", "*", "*"], 1):
+                    if number == 2:
+                        await client.delete(key)
+                    await client.xadd(key, {"c": f"r{number}"}, id=entry_id)
+                    while len(engine.cancelled) < number:
+                        assert not watching.done()
+                        await asyncio.sleep(0.02)
+            await asyncio.sleep(1.5)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await client.delete(key)
+    assert ["r1", "r2", "r3"] == engine.cancelled
