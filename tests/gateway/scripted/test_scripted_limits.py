@@ -162,15 +162,23 @@ async def _end(running, one, ending):
 
 
 async def test_a_lost_worker_gives_the_slot_back(gateway, worker, store, soon):
-    """The worker dies in the middle of three answers, another one goes on with them; then others can be asked for."""
+    """The worker dies in the middle of three answers, another one goes on with them; then others can be asked for. Three times."""
     await store.create_tenant(ACME, "Acme", limits=Limits(concurrent_requests=3))
+    one = await worker(_hold, lease_ms=2000)
+    running = await gateway()
+    for _ in range(3):
+        two = await _lose(running, one, worker, soon)
+        await two.stop()
+        one = await worker(_hold, lease_ms=2000)
+
+
+async def _lose(running, one, worker, soon):
+    """One worker lost with all slots in use; gives the one that went on, when as many requests can run at once as before."""
 
     async def go_on(two, job):
         done = Done(len(job.prompt_token_ids), 0, 2)
         await two.send(job, Started(two.worker_id), Delta(0, "y", (2,), finish_reason="stop"), done)
 
-    one = await worker(_hold, lease_ms=2000)
-    running = await gateway()
     streams = [asyncio.create_task(running.stream()) for _ in range(3)]
     await one.until(lambda: len(one.jobs) == 3)
     await soon(lambda: all(job.completion_tokens for job in running.parts.reader.jobs()))
@@ -183,7 +191,8 @@ async def test_a_lost_worker_gives_the_slot_back(gateway, worker, store, soon):
     async def is_well():
         return [200] * 3 == [status for status, _, _ in await asyncio.gather(*(running.chat() for _ in range(3)))]
 
-    await soon(is_well, 10.0)
+    assert await soon(is_well, 10.0) < running.parts.settings.lease_s
+    return two
 
 
 async def test_an_interrupted_admission_takes_nothing(gateway, worker, store, soon, redis, keys):
