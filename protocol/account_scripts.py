@@ -39,7 +39,9 @@ local function window_wait(key, sum, limit, amount)
   return KEPT + 1
 end
 local function window_take(key, amount)
-  redis.call('HSETNX', key, 'oldest', second)
+  local oldest = redis.call('HGET', key, 'oldest')
+  -- It is later if the clock was set back. What is before it would never be taken off the sum.
+  if not oldest or tonumber(oldest) > second then redis.call('HSET', key, 'oldest', second) end
   redis.call('HINCRBY', key, second, amount)
   redis.call('HINCRBY', key, 'sum', amount)
   redis.call('HSET', key, 'newest', second)

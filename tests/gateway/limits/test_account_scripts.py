@@ -111,6 +111,23 @@ def test_the_edge_of_a_minute(client, keys) -> None:
     raise AssertionError("every attempt met the end of a second")
 
 
+def test_a_clock_that_was_set_back(client, keys) -> None:
+    """Another server may take over whose clock is behind: what is taken then stops counting after a minute as all else does."""
+    place = keys.account(TENANT, "window")
+    ahead_s = client.time()[0] + 30
+    client.hset(place, mapping={"oldest": ahead_s, "sum": 4, ahead_s: 4})
+    is_admitted, _, used, _ = admit(client, keys, "a", [window(10, 3)], [place])
+    assert (1, 7) == (is_admitted, used)
+    aged = {}
+    for name, value in client.hgetall(place).items():  # a hundred seconds later
+        is_time = name in (b"oldest", b"newest")
+        aged[str(int(name) - 100) if name.isdigit() else name] = int(value) - 100 if is_time else int(value)
+    client.delete(place)
+    client.hset(place, mapping=aged)
+    is_admitted, _, used, _ = admit(client, keys, "b", [window(10, 1)], [place])
+    assert (1, 1) == (is_admitted, used)
+
+
 def test_waits_are_right(client, keys) -> None:
     """A refused request is told the first second in which it would have fitted, and -1 if there is none."""
     place = keys.account(TENANT, "window")
