@@ -32,7 +32,7 @@ def quantize(arguments: Namespace) -> None:
         print(shown(job.plan.totals), flush=True)
         if arguments.dry_run:
             return
-        with progress_bar(f"{arguments.method}", job.source_bytes) as progress:
+        with progress_bar(f"{arguments.method}", job.work_bytes) as progress:
             job.run(result, progress)
     except QuantizeError as error:
         raise CommandError(str(error)) from None

@@ -1,10 +1,10 @@
-"""One layer at a time in float32, in plain torch: what calibration needs of a dense model, with a look at what each matrix is given.
+"""One layer at a time in float32, in plain torch: what calibration needs of a dense model, with a look at what each matrix is given and gives.
 
-Not the engine's forward pass: there, all layers are in memory, quantized. Here a layer's weights come and go, and only the activations stay. What
-an architecture has (biases, norms of heads, windows, ...) is told by its `ModelConfig` and by which tensors there are.
+Not the engine's forward pass: there, all layers are in memory, quantized. Here a layer's weights come and go, and only the activations stay. Torch can
+take derivatives of it. What an architecture has (biases, norms of heads, windows, ...) is told by its `ModelConfig` and by which tensors there are.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,10 +15,20 @@ from worker.model.rope import angle_table, local_angle_table
 from worker.quantize.errors import QuantizeError
 
 Weights = Mapping[str, torch.Tensor]
-Observe = Callable[[tuple[str, ...], torch.Tensor], object]
 # Matrices that have their input in common.
 INPUTS: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+ROLES = tuple(role for roles in INPUTS for role in roles)
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text")
+
+
+class Observer:
+    """Is told of each matrix of a layer what it's given and what it gives. This one doesn't care."""
+
+    def given(self, roles: tuple[str, ...], x: torch.Tensor) -> None:
+        """The input [num_tokens, in] of these matrices."""
+
+    def made(self, role: str, y: torch.Tensor) -> None:
+        """The output [num_tokens, out] of this matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +60,23 @@ class FloatLayers:
                         f"{label}: tensor {tensor!r} has shape {list(found[tensor])}, expected {list(shape)}"
                     )
 
-    def __call__(self, hidden: torch.Tensor, layer: int, weights: Weights, observe: Observe | None) -> None:
-        """hidden float32 [num_tokens, hidden] of one text becomes the next layer's input, in place. `weights` float32 by role.
-
-        `observe` is told the roles of each group of matrices and their input [num_tokens, in].
-        """
-        see = observe or _nothing
-        x = self._norm(hidden, weights["attn_norm"])
-        see(INPUTS[0], x)
-        attended = self._attend(layer, weights, *(_linear(x, weights, role) for role in INPUTS[0]))
-        see(INPUTS[1], attended)
-        hidden += self._after(_linear(attended, weights, "o"), weights, "post_attn_norm")
-        x = self._norm(hidden, weights["ffn_norm"])
-        see(INPUTS[2], x)
-        gate = _linear(x, weights, "gate")
+    def __call__(
+        self, hidden: torch.Tensor, layer: int, weights: Weights, observer: Observer | None = None
+    ) -> torch.Tensor:
+        """From hidden float32 [num_tokens, hidden] of one text to the next layer's. `weights` float32 by role."""
+        apply = _Products(weights, observer or Observer())
+        attended = self._attend(layer, weights, *apply(INPUTS[0], self._norm(hidden, weights["attn_norm"])))
+        (added,) = apply(INPUTS[1], attended)
+        hidden = hidden + self._after(added, weights, "post_attn_norm")
+        gate, up = apply(INPUTS[2], self._norm(hidden, weights["ffn_norm"]))
         is_gelu = self.config.architecture.startswith("gemma")
         gate = functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)
-        product = gate * _linear(x, weights, "up")
-        see(INPUTS[3], product)
-        hidden += self._after(_linear(product, weights, "down"), weights, "post_ffn_norm")
+        (added,) = apply(INPUTS[3], gate * up)
+        return hidden + self._after(added, weights, "post_ffn_norm")
+
+    def final(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """What the head is given, float32 [num_tokens, hidden], from the last layer's output and the last norm's stored factors."""
+        return self._norm(hidden, weight)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, (x.shape[-1],), weight + self.config.norm_offset, self.config.rms_eps)
@@ -105,11 +113,24 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     norms = dict.fromkeys(("attn_norm", "post_attn_norm", "ffn_norm", "post_ffn_norm"), (hidden,))
     heads = dict.fromkeys(("q_norm", "k_norm"), (config.head_dim,))
     biases = {f"{role}_bias": shape[:1] for role, shape in matrices.items()}
-    return {"embedding": (config.vocab_size, hidden), **matrices, **norms, **heads, **biases}
+    table = (config.vocab_size, hidden)
+    outside = {"embedding": table, "final_norm": (hidden,)} | ({} if config.tie_embeddings else {"head": table})
+    return {**outside, **matrices, **norms, **heads, **biases}
 
 
-def _linear(x: torch.Tensor, weights: Weights, role: str) -> torch.Tensor:
-    return functional.linear(x, weights[role], weights.get(f"{role}_bias"))
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """The products of some matrices with their common input, under somebody's eyes."""
+
+    weights: Weights
+    observer: Observer
+
+    def __call__(self, roles: tuple[str, ...], x: torch.Tensor) -> list[torch.Tensor]:
+        self.observer.given(roles, x)
+        made = [functional.linear(x, self.weights[role], self.weights.get(f"{role}_bias")) for role in roles]
+        for role, y in zip(roles, made, strict=True):
+            self.observer.made(role, y)
+        return made
 
 
 def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -117,7 +138,3 @@ def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     cos, sin = angles.unbind(1)
     low, high, rest = torch.split(x, [cos.shape[1], cos.shape[1], x.shape[-1] - 2 * cos.shape[1]], dim=-1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], dim=-1)
-
-
-def _nothing(roles: tuple[str, ...], x: torch.Tensor) -> None:
-    """Nobody looks."""

@@ -9,10 +9,11 @@ from safetensors import safe_open
 
 from worker.model.architectures import folder_config
 from worker.model.errors import ModelError
-from worker.quantize.calibrated import Calibrated
+from worker.quantize.calibrated import Calibrated, weighing_bytes
 from worker.quantize.errors import QuantizeError
 from worker.quantize.float_layers import ARCHITECTURES, FloatLayers
 from worker.quantize.gguf_source import GgufSource
+from worker.quantize.layer_reader import LayerReader
 from worker.quantize.packing import unpacked_parts
 from worker.quantize.plan import Plan, make_plan
 from worker.quantize.policy import make_policy, module_of
@@ -23,7 +24,7 @@ from worker.quantize.texts import calibration_text
 from worker.quantize.windows import WINDOW_TOKENS, calibration_windows
 
 MethodName = Literal["rtn", "gptq"]
-RECIPE = 4  # counts changes of the arithmetic: files of one result come from one recipe
+RECIPE = 5  # counts changes of the arithmetic: files of one result come from one recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +48,21 @@ class Job:
     plan: Plan
     options: Options
     settings: dict[str, Any]
+    reader: LayerReader | None  # for a calibrated method
 
     @property
-    def source_bytes(self) -> int:
-        """All tensors of the source, as they're given out."""
-        return sum(tensor.layout.nbytes for tensor in self.source.tensors.values())
+    def work_bytes(self) -> int:
+        """What a run from the beginning tells its `progress` in all."""
+        once = sum(tensor.layout.nbytes for tensor in self.source.tensors.values())
+        return once + (weighing_bytes(self.reader) if self.reader else 0)
 
     def run(self, folder: Path, progress: Progress) -> None:
         """See `quantize`."""
         method: Method = RoundToNearest(self.source, self.plan.scale_dtype)
-        if self.options.method == "gptq":
-            method = _calibrated(self.source, self.plan, self.options, folder)
+        if self.reader is not None:
+            windows = calibration_windows(self.source.tokenizer(), self.options.calibration_tokens)
+            finished = _Finished(self.plan, self.source, folder)
+            method = Calibrated(self.reader, self.plan, windows, folder, finished, progress)
         quantize(self.source, self.plan, method, folder, self.settings, progress)
 
 
@@ -74,30 +79,28 @@ def prepare(path: Path, options: Options) -> Job:
     }  # fmt: skip
     if is_layered:
         settings["shard_bytes"] = options.shard_bytes
+    reader = None
     if options.method == "gptq":
-        _check_dense(source)
+        reader = _reader(source)
         settings["calibration_tokens"] = options.calibration_tokens
         settings["calibration_text"] = hashlib.sha256(calibration_text().encode()).hexdigest()
-    return Job(source, plan, options, settings)
+    return Job(source, plan, options, settings, reader)
 
 
-def _check_dense(source: Source) -> None:
+def _reader(source: Source) -> LayerReader:
+    """Raises QuantizeError for a model that can't be calibrated."""
     kind = source.config.get("model_type")
     if kind not in ARCHITECTURES:
         raise QuantizeError(
             f"{source.label}: method gptq knows {', '.join(ARCHITECTURES)}, not {str(kind)[:50]!r}; use rtn"
         )
-
-
-def _calibrated(source: Source, plan: Plan, options: Options, folder: Path) -> Calibrated:
     try:
         found, config = folder_config(dict(source.config), source.label)
     except ModelError as error:
         raise QuantizeError(str(error)) from None
     layers = FloatLayers.make(config, found.names, WINDOW_TOKENS)
     layers.check({name: tensor.layout.shape for name, tensor in source.tensors.items()}, source.label)
-    windows = calibration_windows(source.tokenizer(), options.calibration_tokens)
-    return Calibrated(source, plan, layers, windows, _Finished(plan, source, folder))
+    return LayerReader(source, layers)
 
 
 class _Finished:
