@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels import huge_pages
 from kernels.errors import KernelError
+from kernels.huge_pages import WeightMemory
 from kernels.weights import Int4Weight, Int8Weight, Weight
 
 
@@ -18,7 +18,9 @@ class ExpertMatrices:
     packed: torch.Tensor  # [num_experts, ...]
 
     @classmethod
-    def gather(cls, num_experts: int, matrices: Iterable[Weight]) -> "ExpertMatrices":
+    def gather(
+        cls, num_experts: int, matrices: Iterable[Weight], memory: WeightMemory | None = None
+    ) -> "ExpertMatrices":
         """From the experts' matrices in their order, taken one at a time. Raises KernelError if they aren't alike or not as many."""
         packed: torch.Tensor | None = None
         first: Weight | None = None
@@ -27,8 +29,7 @@ class ExpertMatrices:
             if isinstance(matrix, Int4Weight | Int8Weight) and matrix.order is not None:
                 raise KernelError("ExpertMatrices: columns in another order (act-order) are not supported in experts")
             if first is None or packed is None:
-                packed = torch.empty(num_experts, *matrix.packed.shape, dtype=matrix.packed.dtype)
-                huge_pages.ask_for(packed)
+                packed = (memory or WeightMemory()).empty((num_experts, *matrix.packed.shape), matrix.packed.dtype)
                 first = replace(matrix, packed=packed[0])
             if count == num_experts or not _are_alike(first, matrix):
                 raise KernelError(f"ExpertMatrices: expert {count} differs in format or number from the others")

@@ -6,14 +6,37 @@ Linux, everything stays as it is.
 """
 
 import ctypes
+import math
 import sys
-from pathlib import Path
 
 import torch
 
 SIZE = 2 << 20
-_HUGEPAGE, _COLLAPSE = 14, 25  # advice of madvise(2); collapsing came with Linux 6.1
-_LEAST = 2 * SIZE
+_HUGEPAGE = 14  # advice of madvise(2)
+_CHUNK_BYTES = 64 << 20
+_ALIGNMENT = 128
+
+
+class WeightMemory:
+    """Memory on large pages, given out piece by piece: alone, a matrix would leave much of a page empty, or lie on small ones.
+
+    Pages that nobody has written to yet take no memory. Not for several threads at once.
+    """
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of unknown content. Its memory goes back to the system when all tensors of the same chunk are gone."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        chunk, first = self._chunk, self._used
+        if first + num_bytes > len(chunk):
+            chunk, first = _chunk(max(num_bytes, _CHUNK_BYTES)), 0
+        end = first + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if len(chunk) - end >= len(self._chunk) - self._used or chunk is self._chunk:  # else the old one has more left
+            self._chunk, self._used = chunk, end
+        return chunk[first : first + num_bytes].view(dtype).view(shape)
 
 
 def ask_for(tensor: torch.Tensor) -> None:
@@ -21,26 +44,14 @@ def ask_for(tensor: torch.Tensor) -> None:
     _advise(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, _HUGEPAGE)
 
 
-def settle() -> None:
-    """Move what this process has in memory of its own onto large pages: weights, when they're loaded. Addresses stay the same.
-
-    What lies there already costs nothing, the rest a copy.
-    """
-    for first, end in _mappings():
-        if end - first >= _LEAST:
-            _advise(first, end, _HUGEPAGE)
-            _advise(first, end, _COLLAPSE)
-
-
-def _mappings() -> list[tuple[int, int]]:
-    """Address ranges that are the process's own, readable and writable."""
-    try:
-        with Path("/proc/self/maps").open(encoding="ascii", errors="replace") as lines:
-            fields = [line.split() for line in lines]
-    except OSError:
-        return []
-    own = [f for f in fields if f[1] == "rw-p" and (len(f) == 5 or f[5] == "[heap]")]
-    return [(int(first, 16), int(end, 16)) for first, end in (f[0].split("-") for f in own)]
+def _chunk(num_bytes: int) -> torch.Tensor:
+    """Whole large pages, uint8, at least as many bytes."""
+    num_bytes = -(-num_bytes // SIZE) * SIZE
+    memory = torch.empty(num_bytes + SIZE, dtype=torch.uint8)
+    first = -memory.data_ptr() % SIZE
+    chunk = memory[first : first + num_bytes]
+    ask_for(chunk)
+    return chunk
 
 
 def _advise(first: int, end: int, advice: int) -> None:

@@ -46,13 +46,14 @@ class Int4Weight:
         minimum: torch.Tensor,
         group_size: int,
         order: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> "Int4Weight":
-        """The same from codes two a byte, uint8 [N, K / 2], the lower column in the lower half."""
+        """The same from codes two a byte, uint8 [N, K / 2], the lower column in the lower half; packed into `out` if it's given."""
         _check_codes("Int4Weight", pairs, torch.uint8, group_size, {32, 64, 128}, columns_each=2)
         shape = (int(pairs.shape[0]), 2 * int(pairs.shape[1]))
         _check_scales("Int4Weight", shape, scale, minimum, group_size)
         _check_order("Int4Weight", order, shape[1])
-        return cls(pack_int4(pairs, scale, minimum, group_size), shape, group_size, scale.dtype, order)
+        return cls(pack_int4(pairs, scale, minimum, group_size, out), shape, group_size, scale.dtype, order)
 
     def _codes(self, panels: torch.Tensor) -> torch.Tensor:
         vectors = panels[:, :, : self.group_size * PANEL_ROWS // 2]
@@ -101,12 +102,13 @@ class Int8Weight:
         minimum: torch.Tensor | None,
         group_size: int,
         order: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> "Int8Weight":
-        """Pack codes int8 [N, K] with scale (and minimum) [N, K / group_size], float16 or float32."""
+        """Pack codes int8 [N, K] with scale (and minimum) [N, K / group_size], float16 or float32, into `out` if it's given."""
         _check_codes("Int8Weight", codes, torch.int8, group_size, {16, 32, 64, 128})
         _check_scales("Int8Weight", _shape(codes), scale, minimum, group_size)
         _check_order("Int8Weight", order, int(codes.shape[1]))
-        packed = pack_int8(codes, scale, minimum, group_size)
+        packed = pack_int8(codes, scale, minimum, group_size, out)
         return cls(packed, _shape(codes), group_size, scale.dtype, minimum is not None, order)
 
     def _codes(self, panels: torch.Tensor) -> torch.Tensor:
@@ -141,8 +143,13 @@ class Fp8Weight:
     shape: tuple[int, int]
 
     @classmethod
-    def from_codes(cls, codes: torch.Tensor, scale: torch.Tensor) -> "Fp8Weight":
-        """Pack codes float8_e4m3fn [N, K] with scale float32 [N, ceil(K / 128)]."""
+    def packed_shape(cls, shape: tuple[int, int]) -> tuple[int, int]:
+        """Of the packed bytes of a matrix [N, K]."""
+        return -(-shape[0] // PANEL_ROWS), PANEL_ROWS * (shape[1] + 4 * -(-shape[1] // FP8_GROUP))
+
+    @classmethod
+    def from_codes(cls, codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None) -> "Fp8Weight":
+        """Pack codes float8_e4m3fn [N, K] with scale float32 [N, ceil(K / 128)], into `out` if it's given."""
         if codes.ndim != 2 or codes.dtype is not torch.float8_e4m3fn or not codes.shape[1]:
             raise KernelError(f"Fp8Weight: codes must be an e4m3 matrix, got {codes.dtype} {list(codes.shape)}")
         wanted = (codes.shape[0], -(-codes.shape[1] // FP8_GROUP))
@@ -152,7 +159,7 @@ class Fp8Weight:
             if not all_finite(numbers):
                 raise KernelError(f"Fp8Weight: {label} has values that are not finite")
         parts = (pack_elements(codes.view(torch.uint8)), pack_elements(scale).view(torch.uint8))
-        return cls(torch.cat([part.flatten(1) for part in parts], dim=1), _shape(codes))
+        return cls(torch.cat([part.flatten(1) for part in parts], dim=1, out=out), _shape(codes))
 
     @property
     def codes(self) -> torch.Tensor:
@@ -189,13 +196,13 @@ class DenseWeight:
     shape: tuple[int, int]
 
     @classmethod
-    def from_matrix(cls, matrix: torch.Tensor) -> "DenseWeight":
-        """Pack a matrix [N, K]."""
+    def from_matrix(cls, matrix: torch.Tensor, out: torch.Tensor | None = None) -> "DenseWeight":
+        """Pack a matrix [N, K], into `out` if it's given."""
         if matrix.ndim != 2 or matrix.dtype not in {torch.bfloat16, torch.float16, torch.float32}:
             raise KernelError(
                 f"DenseWeight: expected a bf16, f16 or f32 matrix, got {matrix.dtype} {list(matrix.shape)}"
             )
-        return cls(pack_elements(matrix), _shape(matrix))
+        return cls(pack_elements(matrix, out), _shape(matrix))
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,16 @@ import torch
 from kernels import huge_pages
 from kernels.packing.ref import PANEL_ROWS, QUAD, all_finite_ref, pack_elements_ref, pack_int4_ref, pack_int8_ref
 
-__all__ = ["PANEL_ROWS", "QUAD", "all_finite", "pack_elements", "pack_int4", "pack_int8"]
+__all__ = [
+    "PANEL_ROWS",
+    "QUAD",
+    "all_finite",
+    "elements_shape",
+    "pack_elements",
+    "pack_int4",
+    "pack_int8",
+    "quantized_shape",
+]
 
 try:
     from kernels import _native
@@ -20,27 +29,59 @@ except ImportError:  # the reference runs without
 _NUMBERS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
 
 
-def pack_int4(pairs: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor | None, group_size: int) -> torch.Tensor:
-    """Codes two a byte uint8 [N, K / 2] with scales (and minima) [N, groups] of one float type -> uint8 [panels, groups, bytes]."""
+def quantized_shape(
+    shape: tuple[int, int], group_size: int, bits: int, scale_dtype: torch.dtype, *, has_minimum: bool
+) -> tuple[int, int, int]:
+    """[panels, groups, bytes] of a packed matrix [N, K]."""
+    numbers = scale_dtype.itemsize * (2 if has_minimum else 1)
+    return -(-shape[0] // PANEL_ROWS), shape[1] // group_size, PANEL_ROWS * (group_size * bits // 8 + numbers)
+
+
+def elements_shape(shape: tuple[int, int]) -> tuple[int, int, int]:
+    """[panels, K, 16] of a packed matrix [N, K]."""
+    return -(-shape[0] // PANEL_ROWS), shape[1], PANEL_ROWS
+
+
+def pack_int4(
+    pairs: torch.Tensor,
+    scale: torch.Tensor,
+    minimum: torch.Tensor | None,
+    group_size: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Codes two a byte uint8 [N, K / 2] with scales (and minima) [N, groups] of one float type -> uint8 `quantized_shape`, contiguous if it's given."""
+    shape = (pairs.shape[0], 2 * pairs.shape[1])
+    out = _or_fresh(
+        out, quantized_shape(shape, group_size, 4, scale.dtype, has_minimum=minimum is not None), torch.uint8
+    )
     if _native is None:
-        return pack_int4_ref(pairs, scale, minimum, group_size)
-    return _quantized(_native.pack_int4, pairs, scale, minimum, 2 * pairs.shape[1], group_size)
+        return out.copy_(pack_int4_ref(pairs, scale, minimum, group_size))
+    return _quantized(_native.pack_int4, pairs, scale, minimum, shape, group_size, out)
 
 
-def pack_int8(codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor | None, group_size: int) -> torch.Tensor:
-    """Codes int8 [N, K] with scales (and minima) [N, groups] of one float type -> uint8 [panels, groups, bytes]."""
+def pack_int8(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    minimum: torch.Tensor | None,
+    group_size: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Codes int8 [N, K] with scales (and minima) [N, groups] of one float type -> uint8 `quantized_shape`, contiguous if it's given."""
+    shape = (codes.shape[0], codes.shape[1])
+    out = _or_fresh(
+        out, quantized_shape(shape, group_size, 8, scale.dtype, has_minimum=minimum is not None), torch.uint8
+    )
     if _native is None:
-        return pack_int8_ref(codes, scale, minimum, group_size)
-    return _quantized(_native.pack_int8, codes, scale, minimum, codes.shape[1], group_size)
+        return out.copy_(pack_int8_ref(codes, scale, minimum, group_size))
+    return _quantized(_native.pack_int8, codes, scale, minimum, shape, group_size, out)
 
 
-def pack_elements(matrix: torch.Tensor) -> torch.Tensor:
-    """[N, K] of 1, 2 or 4 bytes an element -> [panels, K, 16], the rows padded with zeros."""
-    if _native is None:
-        return pack_elements_ref(matrix)
+def pack_elements(matrix: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[N, K] of 1, 2 or 4 bytes an element -> `elements_shape`, contiguous if it's given, the rows padded with zeros."""
     source, (num_rows, num_cols) = matrix.contiguous(), matrix.shape
-    out = torch.empty(-(-num_rows // PANEL_ROWS), num_cols, PANEL_ROWS, dtype=matrix.dtype)
-    huge_pages.ask_for(out)
+    out = _or_fresh(out, elements_shape((num_rows, num_cols)), matrix.dtype)
+    if _native is None:
+        return out.copy_(pack_elements_ref(matrix))
     _native.pack_elements(source.data_ptr(), num_rows, num_cols, matrix.itemsize, out.data_ptr())
     return out
 
@@ -58,17 +99,24 @@ def _quantized(
     codes: torch.Tensor,
     scale: torch.Tensor,
     minimum: torch.Tensor | None,
-    num_cols: int,
+    shape: tuple[int, int],
     group: int,
+    out: torch.Tensor,
 ) -> torch.Tensor:
-    num_rows, num_groups = scale.shape
     numbers = [tensor.contiguous() for tensor in (scale, minimum) if tensor is not None]
-    group_bytes = PANEL_ROWS * (group * codes.shape[1] // num_cols + scale.itemsize * len(numbers))
-    out = torch.empty(-(-num_rows // PANEL_ROWS), num_groups, group_bytes, dtype=torch.uint8)
-    huge_pages.ask_for(out)
     source = codes.contiguous()
     pack(
         source.data_ptr(), numbers[0].data_ptr(), numbers[1].data_ptr() if len(numbers) > 1 else 0, scale.itemsize,
-        num_rows, num_cols, group, out.data_ptr(),
+        *shape, group, out.data_ptr(),
     )  # fmt: skip
+    return out
+
+
+def _or_fresh(out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor that's given, or a new one."""
+    if out is None:
+        out = torch.empty(shape, dtype=dtype)
+        huge_pages.ask_for(out)
+    assert (tuple(out.shape), out.dtype) == (shape, dtype)
+    assert out.is_contiguous()
     return out

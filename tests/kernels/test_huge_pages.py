@@ -41,17 +41,30 @@ def test_memory_that_is_asked_for_comes_in_large_pages() -> None:
     assert tensor.sum(dtype=torch.int64) == len(tensor)
 
 
+def test_pieces_of_weight_memory_do_not_overlap() -> None:
+    """Small and large ones, more than a chunk in all, each of its shape and type, and keeping what was written to it."""
+    memory = huge_pages.WeightMemory()
+    sizes = [(3, 5), (1 << 20,), (40 << 20,), (7,), (0, 4), (30 << 20,), (100, 3)]
+    dtypes = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.float32, torch.uint8, torch.float16]
+    pieces = [
+        memory.empty(size, dtype).fill_(number)
+        for number, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True), 1)
+    ]
+
+    for number, (piece, size, dtype) in enumerate(zip(pieces, sizes, dtypes, strict=True), 1):
+        assert (size, dtype) == (tuple(piece.shape), piece.dtype)
+        assert bool((piece == number).all())
+        assert piece.data_ptr() % 64 == 0 or not piece.numel()
+
+
 @pytest.mark.skipif(not has_large_pages(), reason="the system gives no large pages")
-def test_settling_keeps_addresses_and_contents() -> None:
-    """Memory in small pages, then in large ones, the same numbers at the same place."""
-    tensor = torch.arange(4 << 20, dtype=torch.int32)
-    place = tensor.data_ptr()
+def test_weight_memory_lies_on_large_pages() -> None:
+    """Pieces that are smaller than a page share one."""
+    memory = huge_pages.WeightMemory()
+    pieces = [memory.empty((1 << 19,), torch.uint8).fill_(1) for _ in range(16)]
 
-    huge_pages.settle()
-
-    assert place == tensor.data_ptr()
-    assert torch.equal(tensor, torch.arange(4 << 20, dtype=torch.int32))
-    assert huge_bytes(tensor) >= 4 * huge_pages.SIZE
+    assert huge_bytes(pieces[0]) >= 2 * huge_pages.SIZE
+    assert pieces[1].data_ptr() - pieces[0].data_ptr() == 1 << 19
 
 
 def test_small_tensors_are_left_alone() -> None:

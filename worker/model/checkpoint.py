@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from kernels.huge_pages import WeightMemory
 from protocol.model_card import TokenizerSpec
 from worker.kv_scales import KvScales
 from worker.model.config import ModelConfig
@@ -60,6 +61,7 @@ class Checkpoint:
     ignored: frozenset[str] = frozenset()
     ignored_prefixes: tuple[str, ...] = ()
     kv_scales: Callable[[], KvScales | None] = lambda: None
+    memory: WeightMemory = field(default_factory=WeightMemory)  # where packed matrices go
     _taken: set[str] = field(default_factory=set)
 
     def matrix(self, role: str, layer: int | None, shape: tuple[int, int], expert: int | None = None) -> Rows:

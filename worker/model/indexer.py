@@ -82,8 +82,8 @@ class Indexer:
             layer=layer,
             num_heads=sizes.num_heads,
             head_dim=sizes.head_dim,
-            q=Projection((packed(q, names["index_q"]),), None, backend),
-            k=Projection((packed(k, names["index_k"]),), None, backend),
+            q=Projection((packed(q, names["index_q"], checkpoint.memory),), None, backend),
+            k=Projection((packed(k, names["index_k"], checkpoint.memory),), None, backend),
             weights=Projection.load(
                 checkpoint, layer, {"index_weights": (sizes.num_heads, config.hidden_size)}, backend
             ),

@@ -228,7 +228,8 @@ def _ordered(
     """A matrix with its rows, and its bias, in another order."""
     rows = permuted(checkpoint.matrix(role, layer, shape), order)
     bias = checkpoint.vector(f"{role}_bias", layer, shape[0])[order] if has_bias else None
-    return Projection((packed(rows, f"{checkpoint.label}: {checkpoint.tensor_name(role, layer)}"),), bias, backend)
+    source = f"{checkpoint.label}: {checkpoint.tensor_name(role, layer)}"
+    return Projection((packed(rows, source, checkpoint.memory),), bias, backend)
 
 
 def _split_kv_up(checkpoint: Checkpoint, layer: int, backend: Backend) -> tuple[HeadWeights, HeadWeights]:

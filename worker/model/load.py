@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels import huge_pages
 from kernels.backend import Backend
 from kernels.kv_pool import KvDtype, KvLayout
 from protocol.model_card import TokenizerSpec
@@ -16,8 +15,6 @@ from worker.model.folder import refuse_pickle
 from worker.model.gguf_file import open_gguf
 from worker.model.model import Model
 from worker.model.safetensors_file import open_folder
-
-_SETTLED_BYTES = 16 << 20  # smaller models are in the caches anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +52,6 @@ def load_model(path: Path, backend: Backend) -> LoadedModel:
         model = architecture(checkpoint.config.architecture, checkpoint.label).build(checkpoint, backend)
         scales = checkpoint.kv_scales()
         checkpoint.finish()
-        if backend is Backend.CPU and model.weight_bytes >= _SETTLED_BYTES:
-            huge_pages.settle()
         return LoadedModel(model, checkpoint.config, checkpoint.tokenizer, checkpoint.digest.result(), scales)
     finally:
         checkpoint.digest.stop()

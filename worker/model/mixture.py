@@ -15,7 +15,7 @@ from worker.model.config import ExpertsConfig
 from worker.model.errors import ModelError
 from worker.model.feed_forward import SHARED_ROLES, GatedFeedForward
 from worker.model.projection import Projection
-from worker.model.tensors import can_stack, packed, stacked
+from worker.model.tensors import can_stack, packed_together
 from worker.model.workspace import Buffer, Workspace
 
 
@@ -87,11 +87,11 @@ def _load_experts(checkpoint: Checkpoint, layer: int, config: ExpertsConfig) -> 
             source = f"{checkpoint.label}: {checkpoint.tensor_name(next(iter(shapes)), layer, expert)}"
             if not can_stack(parts):
                 raise ModelError(f"{source}: gate and up of an expert must have one format")
-            yield packed(stacked(parts), source)
+            yield packed_together(parts, source)
 
     def gathered(shapes: dict[str, tuple[int, int]]) -> ExpertMatrices:
         try:
-            return ExpertMatrices.gather(config.num_experts, matrices(shapes))
+            return ExpertMatrices.gather(config.num_experts, matrices(shapes), checkpoint.memory)
         except KernelError as error:
             name = checkpoint.tensor_name(next(iter(shapes)), layer, 0)
             raise ModelError(f"{checkpoint.label}: {name}: {error}") from None

@@ -10,7 +10,7 @@ from kernels.backend import Backend
 from kernels.matmul import matmul
 from kernels.weights import Weight
 from worker.model.checkpoint import Checkpoint
-from worker.model.tensors import can_stack, packed, stacked
+from worker.model.tensors import can_stack, packed, packed_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,9 @@ class Projection:
         biases = [checkpoint.vector(f"{role}_bias", layer, out) for role, (out, _) in shapes.items() if has_bias]
         bias = torch.cat(biases) if biases else None
         if can_stack(parts):
-            return cls((packed(stacked(parts), sources[0]),), bias, backend)
-        return cls(tuple(packed(part, source) for part, source in zip(parts, sources, strict=True)), bias, backend)
+            return cls((packed_together(parts, sources[0], checkpoint.memory),), bias, backend)
+        separate = (packed(part, source, checkpoint.memory) for part, source in zip(parts, sources, strict=True))
+        return cls(tuple(separate), bias, backend)
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +60,7 @@ class Projection:
 def load_matrix(checkpoint: Checkpoint, role: str, shape: tuple[int, int]) -> Weight:
     """A matrix that belongs to no layer."""
     rows = checkpoint.matrix(role, None, shape)
-    return packed(rows, f"{checkpoint.label}: {checkpoint.tensor_name(role, None)}")
+    return packed(rows, f"{checkpoint.label}: {checkpoint.tensor_name(role, None)}", checkpoint.memory)
 
 
 def load_norm(checkpoint: Checkpoint, role: str, layer: int | None, size: int) -> torch.Tensor:

@@ -1,13 +1,14 @@
 """A tensor on its way from a file to a kernel: still in rows, so that rows can be permuted and stacked before packing."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kernels.errors import KernelError
 from kernels.gpu_weights import FP8_GROUP
-from kernels.packing import all_finite
+from kernels.huge_pages import WeightMemory
+from kernels.packing import PANEL_ROWS, all_finite, elements_shape, quantized_shape
 from kernels.weights import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, Weight
 from worker.model.errors import ModelError
 
@@ -122,19 +123,49 @@ def is_finite(rows: Rows) -> bool:
     return all(all_finite(tensor) for tensor in numbers if tensor is not None)
 
 
-def packed(rows: Rows, source: str) -> Weight:
-    """The matrix as kernels read it. Raises ModelError if its format can't be used; `source` names file and tensor."""
+def packed(rows: Rows, source: str, memory: WeightMemory | None = None) -> Weight:
+    """The matrix as kernels read it, in this memory. Raises ModelError if its format can't be used; `source` names file and tensor."""
+    return packed_together([rows], source, memory)
+
+
+def packed_together(parts: Sequence[Rows], source: str, memory: WeightMemory | None = None) -> Weight:
+    """The parts' rows one below the other as one matrix; they have one format. See `packed`."""
+    if any(part.shape[0] % PANEL_ROWS for part in parts[:-1]):
+        parts = [stacked(parts)]
+    num_rows, num_columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
     try:
-        if isinstance(rows, torch.Tensor):
-            return DenseWeight.from_matrix(rows)
-        if isinstance(rows, Fp8Rows):
-            return Fp8Weight.from_codes(rows.codes, rows.scale)
-        if rows.bits == 4:
-            minimum = torch.zeros_like(rows.scale) if rows.minimum is None else rows.minimum
-            return Int4Weight.from_pairs(rows.codes, rows.scale, minimum, rows.group_size, rows.order)
-        return Int8Weight.from_codes(rows.codes, rows.scale, rows.minimum, rows.group_size, rows.order)
+        shape, dtype = _layout(parts[0], (num_rows, num_columns))
+        whole = memory.empty(shape, dtype) if memory else torch.empty(shape, dtype=dtype)
+        first, weights = 0, []
+        for part in parts:
+            end = first + -(-part.shape[0] // PANEL_ROWS)
+            weights.append(_packed(part, whole[first:end]))
+            first = end
     except KernelError as error:
         raise ModelError(f"{source}: {error}") from None
+    return replace(weights[0], packed=whole, shape=(num_rows, num_columns))
+
+
+def _layout(rows: Rows, shape: tuple[int, int]) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and type of a packed matrix [N, K] in the format of some rows."""
+    if isinstance(rows, torch.Tensor):
+        return elements_shape(shape), rows.dtype
+    if isinstance(rows, Fp8Rows):
+        return Fp8Weight.packed_shape(shape), torch.uint8
+    has_minimum = rows.bits == 4 or rows.minimum is not None
+    size = quantized_shape(shape, rows.group_size, rows.bits, rows.scale.dtype, has_minimum=has_minimum)
+    return size, torch.uint8
+
+
+def _packed(rows: Rows, out: torch.Tensor) -> Weight:
+    if isinstance(rows, torch.Tensor):
+        return DenseWeight.from_matrix(rows, out)
+    if isinstance(rows, Fp8Rows):
+        return Fp8Weight.from_codes(rows.codes, rows.scale, out)
+    if rows.bits == 4:
+        minimum = torch.zeros_like(rows.scale) if rows.minimum is None else rows.minimum
+        return Int4Weight.from_pairs(rows.codes, rows.scale, minimum, rows.group_size, rows.order, out)
+    return Int8Weight.from_codes(rows.codes, rows.scale, rows.minimum, rows.group_size, rows.order, out)
 
 
 def _format(rows: Rows) -> tuple[object, ...]:
