@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.gpu_cases import Case, Sizes, attention_cases, product_cases, small_cases
+from bench.gpu_seal_cases import seal_cases
 from kernels.backend import describe, resolve
 from kernels.errors import KernelError
 
@@ -56,6 +57,7 @@ def every_case(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     yield from product_cases(sizes, device)
     yield from attention_cases(sizes, device)
     yield from small_cases(sizes, device)
+    yield from seal_cases(sizes, device)
 
 
 def check(case: Case) -> bool:

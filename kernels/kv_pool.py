@@ -45,8 +45,6 @@ class KvPool:
 
         Raises KernelError for a scale that is not a positive finite number.
         """
-        if backend is Backend.GPU and seal_secret is not None:
-            raise KernelError("KvPool: there are no seals on a GPU yet")
         pages, size, device = (layout.num_pages, layout.num_kv_heads), layout.page_size, device_of(backend)
         is_by_token = layout.is_latent or backend is Backend.GPU
         part = (size, layout.head_dim) if is_by_token else (layout.head_dim, size)
@@ -57,7 +55,7 @@ class KvPool:
                 huge_pages.ask_for(memory)
             memory.zero_()
         k = k.transpose(3, 4) if is_by_token else k
-        seals = None if seal_secret is None else PageSeals.allocate(seal_secret, layout)
+        seals = None if seal_secret is None else PageSeals.allocate(seal_secret, layout, device)
         scales = [
             _scale(layout, name, scale).to(device) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
         ]

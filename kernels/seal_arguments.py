@@ -1,7 +1,8 @@
-"""A pass' rows and its seal check as the native module takes them."""
+"""A pass' seal check, looked at; and it and the pass' rows as the native module takes them."""
 
 import torch
 
+from kernels.backend import Backend
 from kernels.checks import check_tensor
 from kernels.errors import KernelError
 from kernels.kv_pool import AttentionRows, KvPool
@@ -16,16 +17,23 @@ def native_rows(rows: AttentionRows) -> tuple[int, int, int, int, int]:
     )  # fmt: skip
 
 
+def check_seals(op: str, check: SealCheck | None, rows: AttentionRows, pool: KvPool, backend: Backend) -> None:
+    """Raise KernelError for a check that this pool, these rows or the backend can't take."""
+    if check is None:
+        return
+    if pool.seals is None:
+        raise KernelError(f"{op}: the pool has no seals to check")
+    num_sequences = len(rows.page_table)
+    check_tensor(op, "page_keys", check.page_keys, torch.int64, tuple(rows.page_table.shape), backend)
+    check_tensor(op, "num_tokens", check.num_tokens, torch.int32, (num_sequences,), backend)
+    check_tensor(op, "violations", check.violations, torch.int64, (num_sequences,), backend)
+
+
 def native_check(
     op: str, check: SealCheck | None, layer: int, rows: AttentionRows, pool: KvPool
 ) -> tuple[int, int, int, int]:
     """The layer, and addresses of page keys, numbers of tokens and violations: 0 without a check. Raises KernelError."""
+    check_seals(op, check, rows, pool, Backend.CPU)
     if check is None:
         return (layer, 0, 0, 0)
-    if pool.seals is None:
-        raise KernelError(f"{op}: the pool has no seals to check")
-    num_sequences = len(rows.page_table)
-    check_tensor(op, "page_keys", check.page_keys, torch.int64, tuple(rows.page_table.shape))
-    check_tensor(op, "num_tokens", check.num_tokens, torch.int32, (num_sequences,))
-    check_tensor(op, "violations", check.violations, torch.int64, (num_sequences,))
     return (layer, check.page_keys.data_ptr(), check.num_tokens.data_ptr(), check.violations.data_ptr())

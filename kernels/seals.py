@@ -1,7 +1,7 @@
 """The secret numbers that seals are made of, and the place of the seals. `docs/integrity.md` has the construction and its bounds."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -9,6 +9,7 @@ from kernels.errors import KernelError
 from kernels.kv_layout import KvLayout
 
 NUM_SUMS = 2
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,10 @@ class SealKeys:
             scales=parts[5].view(torch.int64) | 1,
         )
 
+    def to(self, device: torch.device) -> "SealKeys":
+        """The same numbers there."""
+        return SealKeys(*(getattr(self, field.name).to(device) for field in fields(self)))
+
 
 @dataclass(frozen=True, slots=True)
 class PageSeals:
@@ -58,12 +63,18 @@ class PageSeals:
 
     keys: SealKeys
     tags: torch.Tensor  # int64 [num_layers, num_pages, num_kv_heads]
+    value_layers: torch.Tensor  # int32 [num_layers], the place of a layer's values among those of all, or -1
 
     @classmethod
-    def allocate(cls, secret: bytes, layout: KvLayout) -> "PageSeals":
-        """Room for all pages; none has a valid seal before it is opened."""
+    def allocate(cls, secret: bytes, layout: KvLayout, device: torch.device = _CPU) -> "PageSeals":
+        """Room for all pages, where the pool lies; none has a valid seal before it is opened."""
         shape = (layout.num_layers, layout.num_pages, layout.num_kv_heads)
-        return cls(SealKeys.derive(secret, layout), torch.zeros(shape, dtype=torch.int64))
+        places = [layout.value_index(layer) for layer in range(layout.num_layers)]
+        return cls(
+            SealKeys.derive(secret, layout).to(device),
+            torch.zeros(shape, dtype=torch.int64, device=device),
+            torch.tensor(places, dtype=torch.int32, device=device),
+        )
 
 
 @dataclass(frozen=True, slots=True)

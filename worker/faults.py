@@ -47,6 +47,11 @@ class Target:
         return int(self.sequence.table.keys[self.place])
 
     @property
+    def backend(self) -> Backend:
+        """Whose kernels change the pool: the reference's where they reach it, in any order in which keys may lie."""
+        return Backend.REF if self.kv.k.is_cpu else Backend.GPU
+
+    @property
     def num_tokens(self) -> int:
         """Rows that are in it."""
         size = self.kv.layout.page_size
@@ -126,8 +131,8 @@ def _foreign_page(at: Target) -> None:
 
 def _rekey(at: Target, key: int) -> None:
     at.needs_seals()
-    numbers = (torch.tensor([n], dtype=torch.int64) for n in (at.page, at.key, key))
-    rekey_pages(at.kv, *numbers, backend=Backend.REF)
+    numbers = (torch.tensor([n], dtype=torch.int64, device=at.kv.k.device) for n in (at.page, at.key, key))
+    rekey_pages(at.kv, *numbers, backend=at.backend)
 
 
 def _replayed(at: Target) -> None:
@@ -187,10 +192,12 @@ def _missing_row(at: Target) -> None:
 
 def _write_after_free(at: Target) -> None:
     """Somebody who held the page in another life writes a row of his into it."""
-    layout = at.kv.layout
-    key = torch.full((1, layout.num_kv_heads, layout.head_dim), 0.5)
-    value = torch.full((1, layout.num_kv_heads, layout.v_dim), 0.5) if layout.value_index(at.layer) >= 0 else None
-    kv_write(key, value, torch.tensor([at.page * layout.page_size]), at.kv, at.layer, backend=Backend.REF)
+    layout, device = at.kv.layout, at.kv.k.device
+    key = torch.full((1, layout.num_kv_heads, layout.head_dim), 0.5, device=device)
+    value = torch.full((1, layout.num_kv_heads, layout.v_dim), 0.5, device=device)
+    slots = torch.tensor([at.page * layout.page_size], device=device)
+    has_values = at.kv.values_of(at.layer) is not None
+    kv_write(key, value if has_values else None, slots, at.kv, at.layer, backend=at.backend)
 
 
 KINDS: dict[str, Callable[[Target], None]] = {

@@ -25,20 +25,19 @@ class SealKeeper:
     def carry_out(self, plan: SealPlan) -> None:
         """Open and rekey pages."""
         if plan.opened:
-            pages, keys = (_numbers(column) for column in zip(*plan.opened, strict=True))
-            open_pages(self._kv, pages, keys, backend=self._backend)
+            open_pages(self._kv, *self._columns(plan.opened), backend=self._backend)
         if plan.rekeyed:
-            pages, before, after = (_numbers(column) for column in zip(*plan.rekeyed, strict=True))
-            rekey_pages(self._kv, pages, before, after, backend=self._backend)
+            rekey_pages(self._kv, *self._columns(plan.rekeyed), backend=self._backend)
 
     def verify(self, pages: ListLike[PageId], keys: ListLike[int]) -> list[int]:
         """The first layer of each whole page whose bytes aren't sealed with its key, or -1."""
-        num_tokens = torch.full((len(pages),), self._kv.layout.page_size, dtype=torch.int64)
-        found = verify_pages(self._kv, _numbers(pages), _numbers(keys), num_tokens, backend=self._backend)
-        return [int(layer) for layer in found]
+        whole = self._kv.layout.page_size
+        columns = self._columns([(page, key, whole) for page, key in zip(pages, keys, strict=True)])
+        found: list[int] = verify_pages(self._kv, *columns, backend=self._backend).tolist()
+        return found
 
     def check_for(self, chunks: ListLike[Chunk], page_table: torch.Tensor) -> SealCheck:
-        """What a pass over the chunks, whose table this is, must find."""
+        """What a pass over the chunks, whose table this is, must find. It lies on the CPU."""
         keys = np.zeros(tuple(page_table.shape), dtype=np.int64)
         for row, chunk in enumerate(chunks):
             own = chunk.sequence.table.keys[: keys.shape[1]]
@@ -55,6 +54,9 @@ class SealKeeper:
         kv.v_scale.copy_(self._v_scale)
         return True
 
-
-def _numbers(values: ListLike[int]) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.int64)
+    def _columns(self, rows: ListLike[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
+        """The columns of n > 0 rows of numbers, int64 [n] each, brought to the pool in one copy."""
+        columns = torch.tensor(rows, dtype=torch.int64).T
+        # Each at a multiple of 16 bytes: for other addresses a GPU's kernels would be compiled once more.
+        spaced = torch.nn.functional.pad(columns, (0, len(rows) % 2)).to(self._kv.k.device)
+        return spaced[:, : len(rows)].unbind(dim=0)

@@ -14,13 +14,13 @@ EXACT = {"enable_fp_fusion": False}
 
 OUT_TILE = ROW_ALIGNMENT
 MAX_ROW_TILE = 64
-WIDENS_BFLOAT16 = tl.constexpr(bool(triton.knobs.runtime.interpret))
+IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
 def operand(numbers):
     """A tile as a product's operand. Triton's interpreter (3.9) multiplies bfloat16 as if it were integers: there it's widened, which is exact."""
-    return numbers.to(tl.float32) if WIDENS_BFLOAT16 and numbers.dtype == tl.bfloat16 else numbers
+    return numbers.to(tl.float32) if IS_INTERPRETED and numbers.dtype == tl.bfloat16 else numbers
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from kernels.indexer_topk.ref import indexer_topk_ref
 from kernels.kv_pool import AttentionRows, KvPool, check_pool
 from kernels.native_pool import native_layer
 from kernels.paged_attention import placed_rows
-from kernels.seal_arguments import native_check, native_rows
+from kernels.seal_arguments import check_seals, native_check, native_rows
 from kernels.seals import SealCheck
 
 
@@ -48,13 +48,12 @@ def indexer_topk(
     if backend is Backend.REF:
         return out.copy_(indexer_topk_ref(q, weights, pool, layer, rows, num_selected, seal_check))
     if backend is Backend.GPU:
-        if seal_check is not None:
-            raise KernelError(f"{op}: there are no seals on a GPU yet")
+        check_seals(op, seal_check, rows, pool, backend)
         placed = placed_rows(op, rows, q.device)
         if num_rows:
             from kernels.indexer_topk.gpu import indexer_topk_gpu
 
-            indexer_topk_gpu(q, weights, pool, layer, placed, out)
+            indexer_topk_gpu(q, weights, pool, layer, placed, seal_check, out)
         return out
     from kernels import _native
 

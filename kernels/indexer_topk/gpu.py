@@ -10,7 +10,9 @@ import triton.language as tl
 from kernels.gpu.launch import EXACT, capability, operand
 from kernels.gpu.narrow_floats import NATIVE_E4M3
 from kernels.kv_pool import AttentionRows, KvPool
+from kernels.page_seal.gpu import verify_all_reads_gpu
 from kernels.paged_attention.gpu import rounded_query, stored
+from kernels.seals import SealCheck
 
 _KEYS_AT_ONCE = 64
 _SCORES_AT_ONCE = 1 << 26  # bounds the memory for scores
@@ -58,9 +60,20 @@ def _ranks(scores: torch.Tensor) -> torch.Tensor:
 
 
 def indexer_topk_gpu(
-    q: torch.Tensor, weights: torch.Tensor, pool: KvPool, layer: int, rows: AttentionRows, out: torch.Tensor
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    pool: KvPool,
+    layer: int,
+    rows: AttentionRows,
+    check: SealCheck | None,
+    out: torch.Tensor,
 ) -> None:
-    """q float32 [T, heads, D], weights float32 [T, heads], rows as far apart as they lie -> out int32 [T, n]; arguments have been checked."""
+    """q float32 [T, heads, D], weights float32 [T, heads], rows as far apart as they lie -> out int32 [T, n]; arguments have been checked.
+
+    Pages of sequences with a row that has a choice are verified by programs of their own, which come first.
+    """
+    if check is not None:
+        verify_all_reads_gpu(pool, layer, rows, check, fewest=out.shape[1] + 1)
     longest = rows.page_table.shape[1] * pool.layout.page_size
     at_once = max(1, _SCORES_AT_ONCE // longest)
     for first in range(0, len(q), at_once):

@@ -16,11 +16,17 @@ def lease_check(
     wrong, and nothing is read there.
     """
     num_sequences, max_pages = sizes("lease_check", "page_table", page_table, 2)
-    check_tensor("lease_check", "tags", tags, torch.int64, (None,))
-    check_tensor("lease_check", "page_table", page_table, torch.int32, (None, None))
-    check_tensor("lease_check", "expected", expected, torch.int64, (num_sequences, max_pages))
+    check_tensor("lease_check", "tags", tags, torch.int64, (None,), backend)
+    check_tensor("lease_check", "page_table", page_table, torch.int32, (None, None), backend)
+    check_tensor("lease_check", "expected", expected, torch.int64, (num_sequences, max_pages), backend)
     if backend is Backend.REF:
         return lease_check_ref(tags, page_table, expected)
+    if backend is Backend.GPU:
+        if num_sequences == 0:
+            return torch.empty(0, dtype=torch.int64, device=tags.device)
+        from kernels.lease_check.gpu import lease_check_gpu
+
+        return lease_check_gpu(tags, page_table, expected)
     from kernels import _native
 
     found = torch.empty(num_sequences, dtype=torch.int64)

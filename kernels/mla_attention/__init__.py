@@ -9,7 +9,7 @@ from kernels.kv_pool import AttentionRows, KvPool, check_pool
 from kernels.mla_attention.ref import mla_attention_ref
 from kernels.native_pool import native_layer
 from kernels.paged_attention import placed_rows
-from kernels.seal_arguments import native_check, native_rows
+from kernels.seal_arguments import check_seals, native_check, native_rows
 from kernels.seals import SealCheck
 
 
@@ -52,13 +52,12 @@ def mla_attention(
     if backend is Backend.REF:
         return result.copy_(mla_attention_ref(q_latent, q_rope, pool, layer, rows, softmax_scale, selected, seal_check))
     if backend is Backend.GPU:
-        if seal_check is not None:
-            raise KernelError(f"{op}: there are no seals on a GPU yet")
+        check_seals(op, seal_check, rows, pool, backend)
         placed = placed_rows(op, rows, q_latent.device)
         if result.numel():
             from kernels.mla_attention.gpu import mla_attention_gpu
 
-            mla_attention_gpu(q_latent, q_rope, pool, layer, placed, softmax_scale, selected, result)
+            mla_attention_gpu(q_latent, q_rope, pool, layer, placed, softmax_scale, selected, seal_check, result)
         return result
     from kernels import _native
 

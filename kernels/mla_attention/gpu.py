@@ -12,7 +12,9 @@ import triton.language as tl
 from kernels.gpu.launch import EXACT, capability, num_processors, operand
 from kernels.gpu.narrow_floats import NATIVE_E4M3
 from kernels.kv_pool import AttentionRows, KvPool
+from kernels.page_seal.gpu import verify_all_reads_gpu
 from kernels.paged_attention.gpu import finite_or_zero, merged_rows, merged_weight, rounded_query, stored
+from kernels.seals import SealCheck
 
 RANGE_KEYS = 256
 KEYS_AT_ONCE = 32
@@ -181,9 +183,16 @@ def mla_attention_gpu(
     rows: AttentionRows,
     softmax_scale: float,
     selected: torch.Tensor | None,
+    check: SealCheck | None,
     out: torch.Tensor,
 ) -> None:
-    """q_latent float32 [T, heads, L], q_rope float32 [T, heads, R], rows as far apart as they lie -> out; arguments have been checked."""
+    """q_latent float32 [T, heads, L], q_rope float32 [T, heads, R], rows as far apart as they lie -> out; arguments have been checked.
+
+    Programs of 16 heads each read the same keys, and seals cover the indexer's keys too: pages are verified by programs of their own,
+    which come first.
+    """
+    if check is not None:
+        verify_all_reads_gpu(pool, layer, rows, check, selected=selected)
     num_rows, num_heads, latent = out.shape
     layout, rope = pool.layout, q_rope.shape[2]
     max_selected = 0 if selected is None else selected.shape[1]

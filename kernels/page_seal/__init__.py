@@ -9,17 +9,23 @@ import torch
 from kernels.backend import Backend
 from kernels.checks import check_tensor
 from kernels.errors import KernelError
-from kernels.kv_pool import KvPool
+from kernels.kv_pool import KvPool, check_pool
 from kernels.native_pool import native_pool
 from kernels.page_seal.ref import open_pages_ref, rekey_ref, seal_ref
 from kernels.seals import PageSeals
 
 
 def open_pages(pool: KvPool, pages: torch.Tensor, page_keys: torch.Tensor, *, backend: Backend) -> None:
-    """Zero pages int64 [n] in all layers, and seal them as empty under page_keys int64 [n]."""
-    seals = _checked("open_pages", pool, pages, page_keys)
+    """Zero pages int64 [n] in all layers, and seal them as empty under page_keys int64 [n]. No page is named twice."""
+    seals = _checked("open_pages", pool, pages, page_keys, backend)
     if backend is Backend.REF:
         open_pages_ref(pool, seals, pages, page_keys)
+        return
+    if backend is Backend.GPU:
+        if len(pages):
+            from kernels.page_seal.gpu import open_pages_gpu
+
+            open_pages_gpu(pool, pages, page_keys)
         return
     from kernels import _native
 
@@ -27,11 +33,20 @@ def open_pages(pool: KvPool, pages: torch.Tensor, page_keys: torch.Tensor, *, ba
 
 
 def rekey_pages(pool: KvPool, pages: torch.Tensor, old: torch.Tensor, new: torch.Tensor, *, backend: Backend) -> None:
-    """Exchange the keys old int64 [n] of pages int64 [n] for others. A page whose seal was wrong before has a wrong one afterwards."""
-    seals = _checked("rekey_pages", pool, pages, old)
-    check_tensor("rekey_pages", "new", new, torch.int64, (len(pages),))
+    """Exchange the keys old int64 [n] of pages int64 [n] for others. A page whose seal was wrong before has a wrong one afterwards.
+
+    No page is named twice.
+    """
+    seals = _checked("rekey_pages", pool, pages, old, backend)
+    check_tensor("rekey_pages", "new", new, torch.int64, (len(pages),), backend)
     if backend is Backend.REF:
         rekey_ref(pool, seals, pages, old, new)
+        return
+    if backend is Backend.GPU:
+        if len(pages):
+            from kernels.page_seal.gpu import rekey_pages_gpu
+
+            rekey_pages_gpu(pool, pages, old, new)
         return
     from kernels import _native
 
@@ -45,15 +60,20 @@ def verify_pages(
 
     Returns int64 [n]: the first layer with a wrong seal, or -1.
     """
-    seals = _checked("verify_pages", pool, pages, page_keys)
-    check_tensor("verify_pages", "num_tokens", num_tokens, torch.int64, (len(pages),))
-    counts = num_tokens.numpy()
-    if len(counts) and not 0 <= counts.min() <= counts.max() <= pool.layout.page_size:
+    seals = _checked("verify_pages", pool, pages, page_keys, backend)
+    check_tensor("verify_pages", "num_tokens", num_tokens, torch.int64, (len(pages),), backend)
+    if not _lie_within(num_tokens, pool.layout.page_size, backend):
         raise KernelError("verify_pages: num_tokens must lie within a page")
-    found = torch.empty(len(pages), dtype=torch.int64)
+    found = torch.empty(len(pages), dtype=torch.int64, device=pages.device)
+    if backend is Backend.GPU:
+        if len(pages):
+            from kernels.page_seal.gpu import verify_pages_gpu
+
+            found = verify_pages_gpu(pool, pages, page_keys, num_tokens)
+        return found
     if backend is Backend.REF:
         for i, page in enumerate(pages.tolist()):
-            wanted = seal_ref(pool, seals, page, page_keys[i], int(counts[i]))
+            wanted = seal_ref(pool, seals, page, page_keys[i], int(num_tokens[i]))
             wrong = (wanted != seals.tags[:, page]).any(dim=1).nonzero()
             found[i] = int(wrong[0]) if len(wrong) else -1
         return found
@@ -66,12 +86,20 @@ def verify_pages(
     return found
 
 
-def _checked(op: str, pool: KvPool, pages: torch.Tensor, page_keys: torch.Tensor) -> PageSeals:
+def _checked(op: str, pool: KvPool, pages: torch.Tensor, page_keys: torch.Tensor, backend: Backend) -> PageSeals:
     if pool.seals is None:
         raise KernelError(f"{op}: the pool has no seals")
-    check_tensor(op, "pages", pages, torch.int64, (None,))
-    check_tensor(op, "page_keys", page_keys, torch.int64, (len(pages),))
-    numbers = pages.numpy()
-    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < pool.layout.num_pages:
+    check_pool(op, pool, backend)
+    check_tensor(op, "pages", pages, torch.int64, (None,), backend)
+    check_tensor(op, "page_keys", page_keys, torch.int64, (len(pages),), backend)
+    if not _lie_within(pages, pool.layout.num_pages - 1, backend):
         raise KernelError(f"{op}: pages name one outside the pool")
     return pool.seals
+
+
+def _lie_within(numbers: torch.Tensor, last: int, backend: Backend) -> bool:
+    """Whether all are from 0 to last. A look at a GPU's numbers would wait for it: there kernels do nothing, or find fault, where one isn't."""
+    if backend is Backend.GPU or not len(numbers):
+        return True
+    lowest, highest = numbers.aminmax()
+    return 0 <= int(lowest) <= int(highest) <= last

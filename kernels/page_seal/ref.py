@@ -41,7 +41,7 @@ def mask_ref(pool: KvPool, seals: PageSeals, page_key: torch.Tensor) -> torch.Te
 def seal_ref(pool: KvPool, seals: PageSeals, page: int, page_key: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """The seal that a page with so many rows must have: int64 [num_layers, num_kv_heads]."""
     layout, keys = pool.layout, seals.keys
-    lanes = torch.empty(layout.num_layers, layout.num_kv_heads, 2, dtype=torch.int64)
+    lanes = torch.empty(layout.num_layers, layout.num_kv_heads, 2, dtype=torch.int64, device=pool.k.device)
     for layer in range(layout.num_layers):
         for head in range(layout.num_kv_heads):
             lanes[layer, head] = _sums(pool.stored_k[layer, page, head], keys.k_words)

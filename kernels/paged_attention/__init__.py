@@ -8,7 +8,7 @@ from kernels.errors import KernelError
 from kernels.kv_pool import AttentionRows, KvPool, check_pool
 from kernels.native_pool import native_layer
 from kernels.paged_attention.ref import paged_attention_ref
-from kernels.seal_arguments import native_check
+from kernels.seal_arguments import check_seals, native_check
 from kernels.seals import SealCheck
 
 
@@ -47,13 +47,12 @@ def paged_attention(
     if backend is Backend.REF:
         return result.copy_(paged_attention_ref(q, pool, layer, rows, softmax_scale, window, seal_check))
     if backend is Backend.GPU:
-        if seal_check is not None:
-            raise KernelError("paged_attention: there are no seals on a GPU yet")
+        check_seals("paged_attention", seal_check, rows, pool, backend)
         placed = placed_rows("paged_attention", rows, q.device)
         if num_rows:
             from kernels.paged_attention.gpu import paged_attention_gpu
 
-            paged_attention_gpu(q, pool, layer, placed, softmax_scale, window, result)
+            paged_attention_gpu(q, pool, layer, placed, softmax_scale, window, seal_check, result)
         return result
     from kernels import _native
 

@@ -7,14 +7,20 @@ others), sums of weights by that instruction too, so that no tree of additions d
 enters as an exact zero.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.gpu.launch import EXACT, capability, operand
 from kernels.gpu.narrow_floats import NATIVE_E4M3, from_e4m3
+from kernels.gpu.range_seals import check_range, kept, step_sums
 from kernels.gpu.rows import unit_of
+from kernels.gpu.seals import check_arguments, seal_arguments
 from kernels.kv_pool import TILE_TOKENS, AttentionRows, KvPool
+from kernels.page_seal.gpu import verify_reads_gpu
+from kernels.seals import SealCheck
 
 RANGE_KEYS = 256
 KEYS_AT_ONCE = 32
@@ -63,16 +69,25 @@ def rounded_query(even, odd, TYPE: tl.constexpr):
 
 @triton.jit
 def stored(pointers, is_there, HALF: tl.constexpr, TYPE: tl.constexpr, IS_NATIVE: tl.constexpr):
-    """Both halves of stored vectors as the products take them, zero where nothing is to be read.
+    """Both halves of stored vectors as the products take them, zero where nothing is to be read."""
+    a, b, _, _ = stored_words(pointers, is_there, HALF, TYPE, IS_NATIVE)
+    return a, b
+
+
+@triton.jit
+def stored_words(pointers, is_there, HALF: tl.constexpr, TYPE: tl.constexpr, IS_NATIVE: tl.constexpr):
+    """The same, and the words int16 of both; 8-bit elements have the same words in both halves.
 
     8-bit elements are read in pairs: transposing 16-bit words is an instruction, transposing bytes is not.
     """
     if TYPE == "fp8":
-        pairs = tl.load(pointers, mask=is_there, other=0)
-        a, b = from_e4m3(pairs, 0, IS_NATIVE), from_e4m3(pairs, 1, IS_NATIVE)
+        words_a = tl.load(pointers, mask=is_there, other=0)
+        words_b = words_a
+        a, b = from_e4m3(words_a, 0, IS_NATIVE), from_e4m3(words_a, 1, IS_NATIVE)
     else:
         a, b = tl.load(pointers, mask=is_there, other=0.0), tl.load(pointers + HALF, mask=is_there, other=0.0)
-    return a, b
+        words_a, words_b = a.to(tl.int16, bitcast=True), b.to(tl.int16, bitcast=True)
+    return a, b, words_a, words_b
 
 
 @triton.jit
@@ -85,15 +100,19 @@ def guarded(values, scores):
     return tl.where(is_sound, values, 0.0), scores + poison[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def _attend(
     q, k, v, k_scale, v_scale, table, sequences, positions, items, out, part_out, part_max, part_sum,
-    q_stride, score_scale, window, max_pages, num_ranges,
+    q_stride, score_scale, window, max_pages, num_ranges, layer, seals, check,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     PAGE: tl.constexpr, TYPE: tl.constexpr, IS_NATIVE: tl.constexpr, SPLIT: tl.constexpr, TOKENS: tl.constexpr,
-    SUBTILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, RANGE: tl.constexpr,
+    SUBTILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, RANGE: tl.constexpr, CHECKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS rows of one sequence by GROUP heads of one key head; with SPLIT one range of keys, else all of them."""
+    """TOKENS rows of one sequence by GROUP heads of one key head; with SPLIT one range of keys, else all of them.
+
+    With CHECKS, beside SPLIT only, whole pages are read and verified.
+    """
     ratio: tl.constexpr = HEADS // KV_HEADS
     head_tiles: tl.constexpr = (ratio + GROUP - 1) // GROUP
     kv_head = tl.program_id(1) // head_tiles
@@ -114,7 +133,9 @@ def _attend(
         end_range = tl.minimum(end_range, tl.program_id(2) + 1)
         if first_range >= end_range:
             return
-    pages = table + tl.load(sequences + first_row).to(tl.int64) * max_pages
+    sequence = tl.load(sequences + first_row).to(tl.int64)
+    pages = table + sequence * max_pages
+    end_key = (last // PAGE + 1) * PAGE if CHECKS else last + 1
 
     # A vector's elements in two halves: every other one of bytes, which are read in pairs, or the first and the second half.
     d = tl.arange(0, PADDED)
@@ -137,17 +158,20 @@ def _attend(
         range_largest = tl.full((ROWS,), _NOTHING, dtype=tl.float32)
         range_weight = tl.zeros((ROWS, 16), dtype=tl.float32)
         range_a, range_b = tl.zeros((ROWS, PADDED), dtype=tl.float32), tl.zeros((ROWS, PADDED), dtype=tl.float32)
+        if CHECKS:
+            sums = tl.zeros((2 * RANGE // KEYS * (2 if PAGE < KEYS else 1),), dtype=tl.int32)
         first = tl.maximum(index * RANGE, lowest // KEYS * KEYS)
-        for first_of_step in range(first, tl.minimum((index + 1) * RANGE, last + 1), KEYS):
+        for first_of_step in range(first, tl.minimum((index + 1) * RANGE, end_key), KEYS):
             key = first_of_step + tl.arange(0, KEYS)
-            is_key = (key >= lowest) & (key <= last)
+            is_key = (key >= lowest) & (key < end_key)
             page = tl.load(pages + key // PAGE, mask=is_key, other=0).to(tl.int64)
             start = ((page * KV_HEADS + kv_head) * PAGE + key % PAGE) * row_elements
             is_there = is_key[:, None] if HALF == PADDED else is_key[:, None] & (d < HALF)[None, :]
-            keys_a, keys_b = stored(k + start[:, None] + d[None, :], is_there, HALF, TYPE, IS_NATIVE)
+            k_cells, v_cells = k + start[:, None] + d[None, :], v + start[:, None] + d[None, :]
+            keys_a, keys_b, k_words_a, k_words_b = stored_words(k_cells, is_there, HALF, TYPE, IS_NATIVE)
             scores = tl.dot(operand(q_a), tl.trans(operand(keys_a)))
             scores = tl.dot(operand(q_b), tl.trans(operand(keys_b)), scores) * factor[:, None]
-            values_a, values_b = stored(v + start[:, None] + d[None, :], is_there, HALF, TYPE, IS_NATIVE)
+            values_a, values_b, v_words_a, v_words_b = stored_words(v_cells, is_there, HALF, TYPE, IS_NATIVE)
             if not SPLIT:
                 values_a, scores = guarded(values_a, scores)
                 values_b, scores = guarded(values_b, scores)
@@ -160,6 +184,26 @@ def _attend(
             range_a = tl.dot(weights, operand(values_a), range_a * shrunk)
             range_b = tl.dot(weights, operand(values_b), range_b * shrunk)
             range_largest = both
+            if CHECKS:
+                step = step_sums(k_words_a, k_words_b, v_words_a, v_words_b, seals, first_of_step, HALF, PAGE, TYPE)
+                sums = kept(sums, step, (first_of_step - index * RANGE) // KEYS)
+        if CHECKS:
+            if HAS_WINDOW:
+                # Slots of the first page that the row doesn't see any more.
+                begin = tl.maximum(lowest // PAGE * PAGE, index * RANGE)
+                for first_of_step in range(begin // KEYS * KEYS, lowest, KEYS):
+                    key = first_of_step + tl.arange(0, KEYS)
+                    is_there = ((key >= begin) & (key < lowest))[:, None] & (d < HALF)[None, :]
+                    page = tl.load(pages + key // PAGE, mask=key < lowest, other=0).to(tl.int64)
+                    cell = (((page * KV_HEADS + kv_head) * PAGE + key % PAGE) * row_elements)[:, None] + d[None, :]
+                    _, _, k_words_a, k_words_b = stored_words(k + cell, is_there, HALF, TYPE, IS_NATIVE)
+                    _, _, v_words_a, v_words_b = stored_words(v + cell, is_there, HALF, TYPE, IS_NATIVE)
+                    step = step_sums(k_words_a, k_words_b, v_words_a, v_words_b, seals, first_of_step, HALF, PAGE, TYPE)
+                    sums = kept(sums, step, (first_of_step - index * RANGE) // KEYS)
+            check_range(
+                sums, seals, check, pages, sequence, layer, kv_head, index, lowest // PAGE, last // PAGE, max_pages,
+                KV_HEADS, PAGE, RANGE,
+            )  # fmt: skip
         # All 16 columns hold the same sum.
         one_weight = tl.sum(range_weight, axis=1) * 0.0625
         if SPLIT:
@@ -213,79 +257,118 @@ def paged_attention_gpu(
     rows: AttentionRows,
     softmax_scale: float,
     window: int | None,
+    check: SealCheck | None,
     out: torch.Tensor,
 ) -> None:
-    """q float32 [T, heads, D], rows as far apart as they lie -> out; arguments have been checked, `rows` placed."""
+    """q float32 [T, heads, D], rows as far apart as they lie -> out; arguments have been checked, `rows` placed.
+
+    Decode programs verify what they read. The programs of a prompt's tiles would each verify the same pages: these are verified once by
+    programs of their own, which come first.
+    """
     assert rows.plan is not None
+    call = _Call(q, pool, layer, rows, softmax_scale * _LOG2_E, window or _NO_WINDOW, check, out)
     if len(rows.plan.singles):
-        _attend_singles(q, pool, layer, rows, rows.plan.singles, softmax_scale, window or _NO_WINDOW, out)
+        _attend_singles(call, rows.plan.singles)
     if len(rows.plan.tiles):
-        _attend_tiles(q, pool, layer, rows, rows.plan.tiles, softmax_scale, window or _NO_WINDOW, out)
+        if check is not None:
+            verify_reads_gpu(pool, layer, rows, rows.plan.tiles, check, window=window)
+        _attend_tiles(call, rows.plan.tiles)
 
 
-def _attend_singles(
-    q: torch.Tensor, pool: KvPool, layer: int, rows: AttentionRows, items: torch.Tensor, scale: float, window: int,
-    out: torch.Tensor,
-) -> None:  # fmt: skip
-    num_heads, dim = q.shape[1:]
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of the op."""
+
+    q: torch.Tensor
+    pool: KvPool
+    layer: int
+    rows: AttentionRows
+    score_scale: float
+    window: int
+    check: SealCheck | None
+    out: torch.Tensor
+
+    @property
+    def group(self) -> int:
+        """Heads of one key head that a program takes."""
+        return min(self.q.shape[1] // self.pool.layout.num_kv_heads, HEADS_AT_ONCE)
+
+    @property
+    def head_programs(self) -> int:
+        """Programs for all heads of a row."""
+        kv_heads = self.pool.layout.num_kv_heads
+        return kv_heads * triton.cdiv(self.q.shape[1] // kv_heads, self.group)
+
+    @property
+    def padded(self) -> int:
+        """Half of a vector's elements, in a tile."""
+        return max(16, triton.next_power_of_2(self.q.shape[2] // 2))
+
+    @property
+    def verifies_as_it_reads(self) -> bool:
+        """Whether decode programs verify: a step of keys must be of one or two pages, and one program must read for a whole key head."""
+        page, kv_heads = self.pool.layout.page_size, self.pool.layout.num_kv_heads
+        fits = KEYS_AT_ONCE // 2 <= page <= RANGE_KEYS and RANGE_KEYS % page == 0
+        return self.check is not None and fits and self.head_programs == kv_heads
+
+
+def _attend_singles(call: _Call, items: torch.Tensor) -> None:
+    num_heads, dim = call.q.shape[1:]
+    pool, rows, check = call.pool, call.rows, call.check
     num_ranges = triton.cdiv(rows.page_table.shape[1] * pool.layout.page_size, RANGE_KEYS)
-    parts = torch.empty(len(items), num_heads, num_ranges, dim + 2, dtype=torch.float32, device=q.device)
+    parts = torch.empty(len(items), num_heads, num_ranges, dim + 2, dtype=torch.float32, device=call.q.device)
     sizes = (len(items) * num_heads * num_ranges * dim, len(items) * num_heads * num_ranges)
     part_out, part_max, part_sum = parts.view(-1).split([sizes[0], sizes[1], sizes[1]])
-    group = min(num_heads // pool.layout.num_kv_heads, HEADS_AT_ONCE)
-    constants = _constants(pool, num_heads, group, q.device)
-    _attend[(len(items), _head_programs(pool, num_heads, group), num_ranges)](
-        q, *_layer(pool, layer), rows.page_table, rows.row_sequence, rows.row_position, items, out, part_out, part_max, part_sum,
-        q.stride(0), scale * _LOG2_E, window, rows.page_table.shape[1], num_ranges,
-        SPLIT=True, TOKENS=1, SUBTILES=1, ROWS=DECODE_ROWS, num_warps=1, num_stages=3, **constants, **EXACT,
+    checks = call.verifies_as_it_reads
+    if check is not None and not checks:
+        verify_reads_gpu(pool, call.layer, rows, items, check, window=call.window)
+    _attend[(len(items), call.head_programs, num_ranges)](
+        *_tensors(call), items, call.out, part_out, part_max, part_sum,
+        call.q.stride(0), call.score_scale, call.window, rows.page_table.shape[1], num_ranges, call.layer,
+        seal_arguments(pool) if checks else None, check_arguments(check) if checks and check is not None else None,
+        SPLIT=True, TOKENS=1, SUBTILES=1, ROWS=DECODE_ROWS, CHECKS=checks, HAS_WINDOW=checks and call.window < _NO_WINDOW,
+        num_warps=max(1, call.padded // 32) if checks else 1, num_stages=3, **_constants(call), **EXACT,
     )  # fmt: skip
     _merge_ranges[(len(items), num_heads)](
-        part_out, part_max, part_sum, pool.v_scale[layer], rows.row_position, items, out, window, num_ranges,
+        part_out, part_max, part_sum, pool.v_scale[call.layer], rows.row_position, items, call.out, call.window, num_ranges,
         HEADS=num_heads, KV_HEADS=pool.layout.num_kv_heads, DIM=dim, PADDED=triton.next_power_of_2(dim), RANGE=RANGE_KEYS, num_warps=1, **EXACT,
     )  # fmt: skip
 
 
-def _attend_tiles(
-    q: torch.Tensor, pool: KvPool, layer: int, rows: AttentionRows, items: torch.Tensor, scale: float, window: int,
-    out: torch.Tensor,
-) -> None:  # fmt: skip
-    num_heads = q.shape[1]
-    group = min(num_heads // pool.layout.num_kv_heads, HEADS_AT_ONCE)
-    tokens = TILE_ROWS // group
+def _attend_tiles(call: _Call, items: torch.Tensor) -> None:
+    tokens = TILE_ROWS // call.group
     subtiles = triton.cdiv(TILE_TOKENS, tokens)
-    _attend[(len(items) * subtiles, _head_programs(pool, num_heads, group), 1)](
-        q, *_layer(pool, layer), rows.page_table, rows.row_sequence, rows.row_position, items, out, out, out, out,
-        q.stride(0), scale * _LOG2_E, window, rows.page_table.shape[1], 1,
-        SPLIT=False, TOKENS=tokens, SUBTILES=subtiles, ROWS=TILE_ROWS, num_warps=4, num_stages=2 if pool.layout.dtype == "fp8" else 3,
-        **_constants(pool, num_heads, group, q.device), **EXACT,
+    out = call.out
+    _attend[(len(items) * subtiles, call.head_programs, 1)](
+        *_tensors(call), items, out, out, out, out,
+        call.q.stride(0), call.score_scale, call.window, call.rows.page_table.shape[1], 1, call.layer, None, None,
+        SPLIT=False, TOKENS=tokens, SUBTILES=subtiles, ROWS=TILE_ROWS, CHECKS=False, HAS_WINDOW=False,
+        num_warps=4, num_stages=2 if call.pool.layout.dtype == "fp8" else 3, **_constants(call), **EXACT,
     )  # fmt: skip
 
 
-def _layer(pool: KvPool, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    k, v = pool.k_rows[layer], pool.v[layer]
+def _tensors(call: _Call) -> tuple[torch.Tensor, ...]:
+    """The queries, the layer's keys, values and scales, and what each row attends to."""
+    pool, rows = call.pool, call.rows
+    k, v = pool.k_rows[call.layer], pool.v[call.layer]
     if pool.layout.dtype == "fp8":
         k, v = k.view(torch.int16), v.view(torch.int16)
-    return k, v, pool.k_scale[layer], pool.v_scale[layer]
+    scales = (pool.k_scale[call.layer], pool.v_scale[call.layer])
+    return (call.q, k, v, *scales, rows.page_table, rows.row_sequence, rows.row_position)
 
 
-def _head_programs(pool: KvPool, num_heads: int, group: int) -> int:
-    return pool.layout.num_kv_heads * triton.cdiv(num_heads // pool.layout.num_kv_heads, group)
-
-
-def _constants(pool: KvPool, num_heads: int, group: int, device: torch.device) -> dict[str, int | bool]:
+def _constants(call: _Call) -> dict[str, int | bool | str]:
     """What both ways of starting the kernel share; nothing in it depends on the batch."""
-    layout = pool.layout
-    half = layout.head_dim // 2
-    padded = max(16, triton.next_power_of_2(half))
+    layout = call.pool.layout
     return {
-        "HEADS": num_heads,
+        "HEADS": call.q.shape[1],
         "KV_HEADS": layout.num_kv_heads,
-        "GROUP": group,
-        "HALF": half,
-        "PADDED": padded,
+        "GROUP": call.group,
+        "HALF": layout.head_dim // 2,
+        "PADDED": call.padded,
         "PAGE": layout.page_size,
         "TYPE": layout.dtype,
-        "IS_NATIVE": capability(device) >= NATIVE_E4M3,
+        "IS_NATIVE": capability(call.q.device) >= NATIVE_E4M3,
         "KEYS": KEYS_AT_ONCE,
         "RANGE": RANGE_KEYS,
     }

@@ -85,6 +85,15 @@ def backend(request: pytest.FixtureRequest, native: None) -> Backend:
     return Backend.CPU
 
 
+@pytest.fixture(params=("ref", *ISAS, "gpu"))
+def any_backend(request: pytest.FixtureRequest, native: None) -> Backend:
+    """The same, and the kernels for GPUs in Triton's interpreter."""
+    if request.param in ("ref", "gpu"):
+        return Backend(request.param)
+    _select(request.param)
+    return Backend.CPU
+
+
 @pytest.fixture
 def on_each_isa() -> Callable[[Callable[[], torch.Tensor]], dict[str, torch.Tensor]]:
     """A function that computes one result with each instruction set of this machine; at least two can be compared."""

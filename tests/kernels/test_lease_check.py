@@ -18,13 +18,13 @@ TAGS = torch.tensor([11, 22, 33, -44])
         ([[1, 1], [2, 0]], [[11, 22], [33, 0]], [0, -1]),
     ],
 )
-def test_first_wrong_place(backend, table, expected, found) -> None:
+def test_first_wrong_place(any_backend, table, expected, found) -> None:
     """Off by one, another owner's page, padding, several sequences."""
     table = torch.tensor(table, dtype=torch.int32)
-    assert found == lease_check(TAGS, table, torch.tensor(expected), backend=backend).tolist()
+    assert found == lease_check(TAGS, table, torch.tensor(expected), backend=any_backend).tolist()
 
 
-def test_agrees_with_the_reference_on_random_tables(backend) -> None:
+def test_agrees_with_the_reference_on_random_tables(any_backend) -> None:
     """Many sequences, few faults."""
     generator = torch.Generator().manual_seed(0)
     tags = torch.randint(1, 2**62, (500,), generator=generator)
@@ -32,18 +32,18 @@ def test_agrees_with_the_reference_on_random_tables(backend) -> None:
     expected = tags[table.long()] ^ (torch.rand(40, 60, generator=generator) < 0.01).long()
     wrong = expected != tags[table.long()]
     assert [int(r.nonzero()[0]) if r.any() else -1 for r in wrong] == lease_check(
-        tags, table, expected, backend=backend
+        tags, table, expected, backend=any_backend
     ).tolist()
 
 
-def test_no_sequences_are_no_error(backend) -> None:
+def test_no_sequences_are_no_error(any_backend) -> None:
     """An empty batch."""
     empty = torch.zeros(0, 0, dtype=torch.int32)
-    assert [] == lease_check(TAGS, empty, empty.long(), backend=backend).tolist()
+    assert [] == lease_check(TAGS, empty, empty.long(), backend=any_backend).tolist()
 
 
-def test_an_entry_outside_the_pool_is_wrong(backend) -> None:
+def test_an_entry_outside_the_pool_is_wrong(any_backend) -> None:
     """It's found like any other, whatever lies there in memory; as padding it's nothing."""
     for page in (4, -1, 2**30):
         table = torch.tensor([[0, page], [page, 1]], dtype=torch.int32)
-        assert [1, -1] == lease_check(TAGS, table, torch.tensor([[11, 22], [0, 22]]), backend=backend).tolist()
+        assert [1, -1] == lease_check(TAGS, table, torch.tensor([[11, 22], [0, 22]]), backend=any_backend).tolist()

@@ -37,13 +37,16 @@ from kernels.kv_layout import STORED
 from kernels.kv_pool import AttentionRows, KvLayout, KvPool
 from kernels.kv_write.gpu import kv_write_gpu
 from kernels.layer_norm.gpu import layer_norm_gpu
+from kernels.lease_check.gpu import lease_check_gpu
 from kernels.mla_attention.gpu import mla_attention_gpu
 from kernels.moe import Routing
 from kernels.moe.gpu import experts_gpu, route_gpu
 from kernels.moe.gpu_experts import GpuExpertMatrices, GpuExperts
+from kernels.page_seal.gpu import open_pages_gpu, rekey_pages_gpu, verify_all_reads_gpu, verify_pages_gpu
 from kernels.paged_attention.gpu import paged_attention_gpu
 from kernels.rms_norm.gpu import rms_norm_gpu
 from kernels.rotary.gpu import rotary_gpu
+from kernels.seals import PageSeals, SealCheck
 from kernels.silu_mul.gpu import silu_mul_gpu
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -52,6 +55,7 @@ HIDDEN, FFN = 1024, 4096
 SOME = (
     "int4 rows 1", "int4 rows 2048", "int8 rows 1", "attention decode fp8 128", "attention prefill fp8 128",
     "attention decode fp16 128", "attention prefill fp16 64", "kv_write fp8",
+    "attention decode sealed fp16 128", "attention decode sealed fp8 128", "kv_write sealed fp8", "verify reads fp16",
     "experts int4 few", "experts int4 many",
 )  # fmt: skip
 
@@ -86,22 +90,40 @@ class AbsentGpu(DriverBase):
         raise NotImplementedError
 
 
-def describe(cubin: bytes, shared_bytes: int) -> dict[str, object]:
-    """Registers, bytes spilled, and how often each instruction occurs."""
+def describe(cubin: bytes, shared_bytes: int, num_warps: int) -> dict[str, object]:
+    """Registers, bytes spilled, and how often each instruction occurs, in all and in the innermost loop with tensor-core products."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         usage = _tool("cuobjdump", "-res-usage", file.name)
         code = _tool("nvdisasm", "-c", file.name)
     numbers = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    found = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", code, re.MULTILINE)
+    found, loop = instructions(code)
     return {
         "registers": numbers["REG"],
         "stack_bytes": numbers["STACK"] + numbers["LOCAL"],
         "shared_bytes": shared_bytes,
+        "num_warps": num_warps,
         "instructions": collections.Counter(found),
+        "loop": collections.Counter(loop),
         "products": sorted({name for name in found if re.match(r"[HUIDQ]\w*MMA", name)}),
     }
+
+
+def instructions(code: str) -> tuple[list[str], list[str]]:
+    """The names of all instructions, and of those in the innermost loop that multiplies tiles."""
+    names: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[list[str]] = []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(names)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", line):
+            names.append(instruction[1])
+            target = re.search(r"`\((\.L_x_\d+)\)", line)
+            if instruction[1].startswith("BRA") and target and target[1] in labels:
+                loops.append(names[labels[target[1]] :])
+    return names, min((body for body in loops if any("MMA" in name for name in body)), key=len, default=[])
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -136,12 +158,15 @@ def product_calls() -> dict[str, Callable[[], object]]:
     return calls
 
 
-def pool_of(layout: KvLayout) -> KvPool:
+def pool_of(layout: KvLayout, *, is_sealed: bool = False) -> KvPool:
     """A pool as it lies on a GPU, on the CPU."""
-    shape = (layout.num_layers, layout.num_pages, layout.num_kv_heads, layout.page_size, layout.head_dim)
-    k, v = (torch.zeros(shape, dtype=STORED[layout.dtype]) for _ in range(2))
+    parts, dtype = (layout.num_pages, layout.num_kv_heads, layout.page_size), STORED[layout.dtype]
+    k = torch.zeros(layout.num_layers, *parts, layout.head_dim, dtype=dtype)
+    v = torch.zeros(layout.num_value_layers, *parts, layout.v_dim, dtype=dtype)
     scale = torch.ones(layout.num_layers, layout.num_kv_heads)
-    return KvPool(layout, k.transpose(3, 4), v, scale, scale)
+    return KvPool(
+        layout, k.transpose(3, 4), v, scale, scale, PageSeals.allocate(bytes(32), layout) if is_sealed else None
+    )
 
 
 def attention_calls() -> dict[str, Callable[[], object]]:
@@ -152,15 +177,27 @@ def attention_calls() -> dict[str, Callable[[], object]]:
             pool = pool_of(KvLayout(1, 4, kv_heads, dim, 16, dtype))
             for name, count in (("decode", 1), ("prefill", 20)):
                 calls[f"attention {name} {dtype} {dim}"] = _attend(pool, heads, count)
+            calls[f"attention decode sealed {dtype} {dim}"] = _attend(pool_of(pool.layout, is_sealed=True), heads, 1)
+    for name, page_size, window in (("window", 16, 100), ("large pages", 64, None)):
+        pool = pool_of(KvLayout(1, 4, 8, 128, page_size, "fp16"), is_sealed=True)
+        calls[f"attention decode sealed fp16 128 {name}"] = _attend(pool, 32, 1, window)
     return calls
 
 
-def _attend(pool: KvPool, heads: int, count: int) -> Callable[[], object]:
+def a_check(num_sequences: int) -> SealCheck:
+    """Of a table with 64 pages for each sequence."""
+    keys = torch.zeros(num_sequences, 64, dtype=torch.int64)
+    return SealCheck(keys, torch.zeros(num_sequences, dtype=torch.int32), torch.zeros(num_sequences, dtype=torch.int64))
+
+
+def _attend(pool: KvPool, heads: int, count: int, window: int | None = None) -> Callable[[], object]:
+    """With seals, if the pool has them."""
     q = torch.zeros(count, heads, pool.layout.head_dim)
+    check = None if pool.seals is None else a_check(1)
     rows = AttentionRows(
         torch.zeros(1, 64, dtype=torch.int32), torch.zeros(count, dtype=torch.int32), torch.arange(count).int()
     ).to(torch.device("cpu"))
-    return lambda: paged_attention_gpu(q, pool, 0, rows, 0.125, None, torch.zeros_like(q))
+    return lambda: paged_attention_gpu(q, pool, 0, rows, 0.125, window, check, torch.zeros_like(q))
 
 
 def latent_calls() -> dict[str, Callable[[], object]]:
@@ -176,14 +213,34 @@ def latent_calls() -> dict[str, Callable[[], object]]:
             q, turned, out = torch.zeros(count, 64, 512), torch.zeros(count, 64, 64), torch.zeros(count, 64, 512)
             selected = torch.zeros(count, 2048, dtype=torch.int32) if dtype == "fp8" else None
             calls[f"latent {name} {dtype}"] = functools.partial(
-                mla_attention_gpu, q, turned, pool, 0, rows, 0.1, selected, out
+                mla_attention_gpu, q, turned, pool, 0, rows, 0.1, selected, None, out
             )
         index_q, weights, chosen = torch.zeros(1, 32, 128), torch.zeros(1, 32), torch.zeros(1, 16, dtype=torch.int32)
         one = AttentionRows(torch.zeros(1, 64, dtype=torch.int32), *torch.zeros(2, 1, dtype=torch.int32)).to(device)
-        calls[f"indexer {dtype}"] = functools.partial(indexer_topk_gpu, index_q, weights, pool, 0, one, chosen)
+        calls[f"indexer {dtype}"] = functools.partial(indexer_topk_gpu, index_q, weights, pool, 0, one, None, chosen)
     x, w, out = torch.zeros(3, 64, 128), torch.zeros(64, 512, 128, dtype=torch.bfloat16), torch.zeros(3, 64, 512)
     calls["head_matmul"] = lambda: head_matmul_gpu(x, w, out)
     calls["layer_norm"] = lambda: layer_norm_gpu(x[0], x[0, 0], x[0, 0], 1e-6, torch.zeros_like(x[0]))
+    return calls
+
+
+def seal_calls() -> dict[str, Callable[[], object]]:
+    """What keeps and verifies seals beside decode attention."""
+    pages, calls = torch.zeros(3, dtype=torch.int64), {}
+    x, latent = torch.zeros(3, 8, 128), torch.zeros(3, 1, 576)
+    rows = AttentionRows(torch.zeros(1, 64, dtype=torch.int32), *torch.zeros(2, 3, dtype=torch.int32)).to(x.device)
+    layouts = {"fp16": KvLayout(2, 4, 8, 128, 16, "fp16"), "fp8": KvLayout(2, 4, 8, 128, 16, "fp8")}
+    layouts["latent"] = KvLayout(2, 4, 1, 576, 16, "bf16", 128, (1,), is_latent=True)
+    for name, layout in layouts.items():
+        pool = pool_of(layout, is_sealed=True)
+        row = (latent, latent[:, :, :128]) if layout.is_latent else (x, x)
+        calls[f"kv_write sealed {name}"] = functools.partial(kv_write_gpu, *row, pages, pool, 1)
+        calls[f"open_pages {name}"] = functools.partial(open_pages_gpu, pool, pages, pages)
+        calls[f"verify_pages {name}"] = functools.partial(verify_pages_gpu, pool, pages, pages, pages)
+        calls[f"verify reads {name}"] = functools.partial(verify_all_reads_gpu, pool, 1, rows, a_check(1))
+    calls["verify reads selected"] = functools.partial(calls["verify reads latent"], selected=torch.zeros(3, 5).int())
+    calls["rekey_pages"] = functools.partial(rekey_pages_gpu, pool, pages, pages, pages)
+    calls["lease_check"] = lambda: lease_check_gpu(pages, torch.zeros(2, 5).int(), torch.zeros(2, 5).long())
     return calls
 
 
@@ -253,12 +310,14 @@ def main() -> None:
 
     def compile_only(self: JITFunction, *arguments: object, **options: object) -> None:
         compiled = run(self, *arguments, **(options | {"warmup": True}))
-        kernels[self.__name__] = describe_once(compiled.asm["cubin"], compiled.metadata.shared)
+        kernels[self.__name__] = describe_once(
+            compiled.asm["cubin"], compiled.metadata.shared, compiled.metadata.num_warps
+        )
 
     describe_once = functools.cache(describe)
     run, JITFunction.run = JITFunction.run, compile_only
     report = {}
-    calls = product_calls() | attention_calls() | latent_calls() | moe_calls() | small_calls()
+    calls = product_calls() | attention_calls() | latent_calls() | seal_calls() | moe_calls() | small_calls()
     for name in SOME if sys.argv[2:] == ["some"] else calls:
         call = calls[name]
         kernels.clear()

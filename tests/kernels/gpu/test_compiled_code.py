@@ -86,6 +86,36 @@ def test_experts_products_are_tensor_core_products(compiled):
     assert few == many
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_verifying_costs_a_few_instructions_a_byte(compiled, dtype, dim):
+    """A decode step that verifies multiplies words two at a time, reads coefficients 16 bytes at a time, and keeps attention's products."""
+    _, report = compiled
+    call = f"attention decode sealed {dtype} {dim}"
+    if call not in report:
+        pytest.skip("compiled for Hopper only")
+    plain, sealed = (report[name]["_attend"] for name in (call.replace(" sealed", ""), call))
+    assert plain["products"] == sealed["products"]
+    step_bytes = 32 * 2 * dim * (1 if dtype == "fp8" else 2)
+    costs = [32 * found["num_warps"] * sum(found["loop"].values()) / step_bytes for found in (plain, sealed)]
+    assert costs[1] - costs[0] < 2.6
+    words_a_thread = step_bytes / 2 / (32 * sealed["num_warps"])
+    dot_products = sum(count for name, count in sealed["loop"].items() if name.startswith("IDP.2A"))
+    assert 2 * words_a_thread == dot_products  # two words by half of each of two coefficients
+    assert words_a_thread / 8 == sealed["loop"]["LDG.E.128"]  # two pages share what is read of both sets
+    assert not any(name.startswith("LDG") and name != "LDG.E.128" for name in sealed["loop"])
+
+
+def test_pages_are_verified_16_bytes_at_a_time(compiled):
+    """So do the programs that verify whole pages."""
+    _, report = compiled
+    calls = [call for call in report if call.startswith(("verify_pages", "verify reads"))]
+    assert calls
+    for call in calls:
+        [found] = [found for name, found in report[call].items() if name.startswith("_verify")]
+        assert found["instructions"]["LDG.E.128"] >= 6, call
+
+
 def test_one_row_and_thousands_run_on_one_instruction(compiled):
     """Few rows and many may take other tiles, but a row is multiplied by the same instruction of the same shape: its bits can't differ."""
     _, report = compiled

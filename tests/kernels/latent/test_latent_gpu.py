@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kernels.backend import Backend
-from kernels.errors import KernelError
 from kernels.head_matmul import HeadWeights, head_matmul
 from kernels.kv_pool import AttentionRows, KvLayout, KvPool
 from kernels.kv_write import kv_write
@@ -116,14 +115,3 @@ def test_head_products(check_close, dtype):
     normal = layer_norm(wide[:, :111].contiguous(), weight, bias, 1e-6, backend=GPU)
     exact = torch.nn.functional.layer_norm(wide[:, :111].double(), (111,), weight.double(), bias.double(), 1e-6)
     check_close("layer_norm", normal, exact)
-
-
-def test_there_are_no_seals_on_a_gpu(make_latent):
-    """A pass that should verify is refused, not run without."""
-    case = make_latent([5], [1], placed_for=GPU)
-    with pytest.raises(KernelError, match="no seals on a GPU yet"):
-        case.attend(GPU, seal_check=object())
-    with pytest.raises(KernelError, match="no seals on a GPU yet"):
-        case.choose(GPU, 2, seal_check=object())
-    with pytest.raises(KernelError, match="no seals on a GPU yet"):
-        KvPool.allocate(KvLayout(1, 1, 1, 16, 2, "bf16", 0, is_latent=True), seal_secret=b"s" * 32, backend=GPU)

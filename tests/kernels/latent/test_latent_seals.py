@@ -45,50 +45,50 @@ def flip(pool: KvPool, table: torch.Tensor, sequence: int, position: int, side: 
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
-@pytest.mark.parametrize("rows", [slice(None), [44, 64], [44]], ids=["prompts", "decode", "one"])
-def test_attention_verifies_what_it_reads(backend, make_latent, dtype, rows):
+@pytest.mark.parametrize("rows", [slice(35, 60), [44, 64], [44]], ids=["prompts", "decode", "one"])
+def test_attention_verifies_what_it_reads(any_backend, make_latent, dtype, rows):
     """Intact pages pass, whole and still filling; a page with a flipped bit in either stream is named, for its own sequence and no other."""
-    case, check = sealed(make_latent, backend, dtype)
+    case, check = sealed(make_latent, any_backend, dtype)
     case = case.some(rows)
-    plain = case.attend(backend)
-    assert torch.equal(plain, case.attend(backend, seal_check=check))
+    plain = case.attend(any_backend)
+    assert torch.equal(plain, case.attend(any_backend, seal_check=check))
     assert [None, None] == violations(check)
     for side in ("k", "v"):
         flip(case.pool, case.rows.page_table, 0, 22, side)
-        case.attend(backend, seal_check=check)
+        case.attend(any_backend, seal_check=check)
         assert [(1, 5), None] == violations(check)
         flip(case.pool, case.rows.page_table, 0, 22, side)
     check.page_keys[0, 11] += 1  # the last page, which has one token
-    case.attend(backend, seal_check=check)
+    case.attend(any_backend, seal_check=check)
     assert [(1, 11), None] == violations(check)
 
 
-def test_selected_attention_verifies_the_pages_that_it_reads(backend, make_latent):
+def test_selected_attention_verifies_the_pages_that_it_reads(any_backend, make_latent):
     """And no others: what isn't read can't come out."""
-    case, check = sealed(make_latent, backend, "fp16")
+    case, check = sealed(make_latent, any_backend, "fp16")
     case = case.some([44, 64])
     selected = torch.tensor([[3, 21, 40], [0, 1, -1]], dtype=torch.int32)
-    case.attend(backend, selected, seal_check=check)
+    case.attend(any_backend, selected, seal_check=check)
     assert [None, None] == violations(check)
     flip(case.pool, case.rows.page_table, 0, 22, "k")  # in the page of 21
-    case.attend(backend, selected, seal_check=check)
+    case.attend(any_backend, selected, seal_check=check)
     assert [(1, 5), None] == violations(check)
     selected[0, 1] = 19
-    case.attend(backend, selected, seal_check=check)
+    case.attend(any_backend, selected, seal_check=check)
     assert [None, None] == violations(check)
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
-@pytest.mark.parametrize("rows", [slice(None), [44, 64], [44]], ids=["prompts", "decode", "one"])
-def test_the_indexer_verifies_what_it_reads(backend, make_latent, rows, side):
+@pytest.mark.parametrize("rows", [slice(35, 60), [44, 64], [44]], ids=["prompts", "decode", "one"])
+def test_the_indexer_verifies_what_it_reads(any_backend, make_latent, rows, side):
     """Every page of a row with a choice; a row without one reads nothing, and finds nothing."""
-    case, check = sealed(make_latent, backend, "fp8")
+    case, check = sealed(make_latent, any_backend, "fp8")
     case = case.some(rows)
-    plain = case.choose(backend, 6)
-    assert torch.equal(plain, case.choose(backend, 6, seal_check=check))
+    plain = case.choose(any_backend, 6)
+    assert torch.equal(plain, case.choose(any_backend, 6, seal_check=check))
     assert [None, None] == violations(check)
     flip(case.pool, case.rows.page_table, 0, 43, side)
-    case.choose(backend, 6, seal_check=check)
+    case.choose(any_backend, 6, seal_check=check)
     assert [(1, 10), None] == violations(check)
-    case.choose(backend, 45, seal_check=check)
+    case.choose(any_backend, 45, seal_check=check)
     assert [None, None] == violations(check)
