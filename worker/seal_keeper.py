@@ -58,5 +58,6 @@ class SealKeeper:
         """The columns of n > 0 rows of numbers, int64 [n] each, brought to the pool in one copy."""
         columns = torch.tensor(rows, dtype=torch.int64).T
         # Each at a multiple of 16 bytes: for other addresses a GPU's kernels would be compiled once more.
-        spaced = torch.nn.functional.pad(columns, (0, len(rows) % 2)).to(self._kv.k.device)
-        return spaced[:, : len(rows)].unbind(dim=0)
+        spaced = torch.zeros(len(columns), len(rows) + len(rows) % 2, dtype=torch.int64)
+        spaced[:, : len(rows)] = columns
+        return spaced.to(self._kv.k.device)[:, : len(rows)].unbind(dim=0)
