@@ -2,7 +2,7 @@
 
 Words and coefficients are signed numbers of 16 bits; two lie in a register. `dp2a` multiplies both words of a register with two bytes and adds
 the products up, so that a pair of coefficients, each `256 * high + low`, takes two of them, and nothing is unpacked. Separate
-multiplications took two and a half times as many instructions, and more registers than there are.
+multiplications took more than twice as many instructions, and more registers than there are.
 
 A tile must be of one page: what an element of a result holds is the sum over some words of the tile, whichever those are.
 """

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.backend import Backend
+from kernels.errors import KernelError
 from kernels.kv_pool import AttentionRows, KvLayout, KvPool
 from kernels.kv_write import kv_write
 from kernels.page_seal import open_pages
@@ -206,3 +207,14 @@ def test_values_out_of_sight_stay_out_of_the_result(gpu):
     assert [None] == found
     assert bool(torch.isfinite(plain).all())
     assert torch.equal(plain, checked)
+
+
+def test_a_check_that_fits_nothing_is_refused(gpu):
+    """A pool without seals, and keys for another table."""
+    case = make("bf16", 16, [45], [1])
+    plain = KvPool.allocate(case.pool.layout, backend=gpu)
+    with pytest.raises(KernelError, match="the pool has no seals to check"):
+        replace(case, pool=plain).attend(gpu)
+    wider = replace(case.check, page_keys=torch.zeros(1, 9, dtype=torch.int64))
+    with pytest.raises(KernelError, match="page_keys must have shape"):
+        replace(case, check=wider).attend(gpu)
