@@ -30,7 +30,7 @@ def _cached(answer) -> int:
 
 def test_damage_is_healed_and_audited(guarded) -> None:
     """A page of a streaming request is struck by the command: the client gets what it would have got, the operator an event and a count."""
-    options = {"max_tokens": 120, "stream": True, "extra_body": {"ignore_eos": True}}
+    options = {"max_tokens": 700, "stream": True, "extra_body": {"ignore_eos": True}}
     clean = "".join(
         c.choices[0].text
         for c in _complete(guarded, **options | {"extra_body": {"ignore_eos": True, "cache_salt": "x"}})
