@@ -10,7 +10,7 @@ import torch
 from worker.quantize.rounding import Precision, Quantized, encode, search_scales
 
 _BATCH = 128  # columns whose errors reach the rest of the matrix in one product
-_DAMPING = 0.01
+_DAMPING = 0.03
 _TRIES = 6
 
 
@@ -19,7 +19,7 @@ def gptq(weight: torch.Tensor, moments: torch.Tensor, precision: Precision, scal
     diagonal = moments.diagonal().clone()
     # A column that no input touched says nothing of its own weights: they are rounded as they stand.
     diagonal[diagonal <= 0] = max(float(diagonal.mean()), 1e-12)
-    scale, zero = search_scales(weight, precision, scale_dtype, importance=diagonal / diagonal.mean())
+    scale, zero = search_scales(weight, precision, scale_dtype, importance=(diagonal / diagonal.mean()).sqrt())
     order = torch.argsort(diagonal, descending=True, stable=True)
     spread = _inverse_factor(moments, diagonal, order)
     group = order // precision.group_size

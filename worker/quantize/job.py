@@ -24,7 +24,7 @@ from worker.quantize.texts import calibration_text
 from worker.quantize.windows import WINDOW_TOKENS, calibration_windows
 
 MethodName = Literal["rtn", "gptq"]
-RECIPE = 5  # counts changes of the arithmetic: files of one result come from one recipe
+RECIPE = 6  # counts changes of the arithmetic: files of one result come from one recipe
 
 
 @dataclass(frozen=True, slots=True)
