@@ -15,9 +15,9 @@ import structlog
 from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import OutOfMemoryError, RedisError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
-from gateway.errors import unavailable
+from gateway.errors import crashed, unavailable
 from gateway.redis_lane import Lane
 from gateway.scripts import run_script
 from protocol.key_space import KeySpace
@@ -37,7 +37,15 @@ MAX_CLUSTER_CONNECTIONS = 1024
 
 NETWORK_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
 
+_MOST_SAID = 120  # characters of a refusal, for the log
+
 T = TypeVar("T")
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether Redis answered that this very command is wrong, which says nothing against Redis. States of a server have names of their own."""
+    code = str(error).partition(" ")[0]
+    return type(error) is ResponseError and (code == "WRONGTYPE" or not code.isupper())
 
 
 class _BoundedRedis(Redis):
@@ -90,7 +98,7 @@ class RedisLink:
         return self._new_lane(BLOCKING_TIMEOUT_S)
 
     async def call(self, command: Awaitable[T]) -> T:
-        """A command's result; raises ApiError 503 if Redis doesn't give one."""
+        """A command's result; raises ApiError 503 if Redis doesn't give one, 500 if it finds the command wrong."""
         try:
             result = await command
         except OutOfMemoryError:
@@ -100,12 +108,17 @@ class RedisLink:
             raise unavailable("The request queue is out of memory; try again in a moment.", "overloaded", 5) from None
         except NETWORK_ERRORS as error:
             self.failed(error)
+            if _is_refusal(error):
+                raise crashed() from None
             raise unavailable("The request queue is not reachable; try again in a moment.") from None
         self.answered()
         return result
 
     def failed(self, error: BaseException) -> None:
-        """Note that Redis did not answer."""
+        """Note that Redis did not answer, or not as it should."""
+        if _is_refusal(error):
+            _log.error("redis_refused_command", error=str(error)[:_MOST_SAID])
+            return
         if self._state.failed():
             _log.error("redis_unreachable", error=type(error).__name__)
             # Connections that wait in a pool would each fail a command later, when Redis is long back. A cluster's client sees to its own.

@@ -66,6 +66,23 @@ async def test_cancelled_calls_do_not_mix_answers(gateway, worker, redis, keys):
     assert len(pool._in_use_connections) <= 2  # the directory's own look, and nothing that was cancelled
 
 
+async def test_one_tenants_broken_key_is_no_outage(gateway, worker, keys, redis, capfd):
+    """A key that something else has written over fails its tenant's requests with 500; Redis counts as there, and others are served."""
+    await worker()
+    running, other = await gateway(), await gateway("other")
+    await redis.set(keys.leases(TenantId("acme")), "not a sorted set")
+    for _ in range(3):
+        status, body, _ = await running.chat()
+        assert (500, "internal_error") == (status, body["error"]["code"])
+    assert running.parts.link.is_up
+    assert 200 == (await running.get("/health/ready"))[0]
+    status, _, _ = await running.post("/v1/chat/completions", BODY, headers=other.headers())
+    assert 200 == status
+    logged = capfd.readouterr()
+    assert "redis_refused_command" in logged.out + logged.err
+    assert "redis_unreachable" not in logged.out + logged.err
+
+
 async def test_readiness(gateway, worker, keys, redis, soon):
     """Ready while Redis answers and a worker serves; not while draining. Live in any case."""
     running = await gateway()
