@@ -16,7 +16,7 @@ _NARROW_STEP = 64
 _WIDE_STEP = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _product(
     x, x_unit, matrix, out, out_stride, w_unit, rows, num_out, x_columns, w_stride, range_columns,
     IS_WIDE: tl.constexpr, SPLIT: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr,

@@ -21,8 +21,8 @@ def embedding(
     check_tensor("embedding", "ids", ids, torch.int64, (None,), backend)
     if is_placed and getattr(w, "order", None) is not None:
         raise KernelError("embedding: w has an order of columns, which only products take on a GPU")
-    # On a GPU a look at the numbers would wait for it: there such an id gives NaN.
-    if len(ids) and ids.is_cpu:
+    # A look at a GPU's numbers would wait for it: there such an id gives NaN.
+    if len(ids) and backend is not Backend.GPU:
         numbers = ids.numpy()
         if not 0 <= numbers.min() <= numbers.max() < w.shape[0]:
             raise KernelError(f"embedding: ids must be in [0, {w.shape[0]})")

@@ -25,7 +25,7 @@ def from_e4m3_codes(codes):
     return bits.to(tl.float16, bitcast=True) * 256.0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _product(
     x, x_unit, codes, scales, out, out_stride, rows, num_out, padded_out, stride, range_columns,
     SPLIT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr,

@@ -10,7 +10,7 @@ RANGE_COLUMNS = 1024
 _OUTS = tl.constexpr(512)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_ranges(parts, x_unit, out, out_stride, w_unit, num_rows, num_out, num_ranges):
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * _OUTS + tl.arange(0, _OUTS)

@@ -9,7 +9,7 @@ from kernels.gpu.launch import EXACT
 _ROWS, _OUTS, _COLUMNS = 16, 64, 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _head_matmul(
     x, w, out, x_stride, num_rows,
     HEADS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -16,7 +16,7 @@ from kernels.gpu.rows import rounded_rows
 from kernels.gpu_weights import GpuInt4Weight, GpuInt8Weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _product(
     x, x_unit, codes, scales, out, out_stride, w_unit, rows, num_out, padded_out, x_stride, num_chunks, chunks_a_range,
     BITS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HAS_MINIMUM: tl.constexpr, SPLIT: tl.constexpr,

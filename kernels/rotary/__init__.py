@@ -19,8 +19,8 @@ def rotary(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, bac
     row_stride, head_stride = check_heads("rotary", "x", x, (rows, heads, dim), backend)
     check_tensor("rotary", "positions", positions, torch.int32, (rows,), backend)
     check_tensor("rotary", "table", table, torch.float32, (None, 2, dim // 2), backend)
-    # On a GPU a look at the numbers would wait for it: there a negative position is padding, and one beyond the table gives NaN.
-    if rows and positions.is_cpu:
+    # A look at a GPU's numbers would wait for it: there a negative position is padding, and one beyond the table gives NaN.
+    if rows and backend is not Backend.GPU:
         numbers = positions.numpy()
         if not 0 <= numbers.min() <= numbers.max() < table.shape[0]:
             raise KernelError(f"rotary: positions must be in [0, {table.shape[0]})")

@@ -15,8 +15,8 @@ def take_rows(
     num_rows, size = sizes("take_rows", "x", x, 2)
     check_tensor("take_rows", "x", x, torch.float32, (None, size), backend)
     check_tensor("take_rows", "rows", rows, torch.int64, (None,), backend)
-    # On a GPU a look at the numbers would wait for it: there torch's own kernel checks them.
-    if len(rows) and rows.is_cpu:
+    # A look at a GPU's numbers would wait for it: there torch's own kernel checks them.
+    if len(rows) and backend is not Backend.GPU:
         numbers = rows.numpy()
         if not 0 <= numbers.min() <= numbers.max() < num_rows:
             raise KernelError(f"take_rows: rows must be in [0, {num_rows})")

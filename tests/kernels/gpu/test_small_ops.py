@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kernels.add_bias import add_bias
-from kernels.errors import KernelError
 from kernels.gelu_mul import gelu_mul
 from kernels.head_norm import head_norm
 from kernels.rms_norm import rms_norm
@@ -89,10 +88,15 @@ def test_gelu_mul(gpu, check_close, poisoned, rows, size):
     assert torch.equal(torch.tensor([[-0.0, 2e4, 0.0]]), gelu_mul(huge, backend=gpu))
 
 
-def test_rotary_checks_positions_where_it_can(gpu):
-    """On CPU tensors a position beyond the table is an error before anything is read."""
-    with pytest.raises(KernelError, match=r"^rotary: positions "):
-        rotary(torch.zeros(1, 1, 8), torch.tensor([4], dtype=torch.int32), rotary_table(torch.rand(4), 4), backend=gpu)
+def test_rotary_looks_at_no_position_before_it_starts(gpu):
+    """Padding stays as it was, a position beyond the table gives NaN, and neither touches a neighbour's row."""
+    table, x = rotary_table(torch.rand(4), 4), torch.randn(3, 2, 8)
+    padded, turned = x.clone(), x[2:].clone()
+    rotary(padded, torch.tensor([-1, 4, 3], dtype=torch.int32), table, backend=gpu)
+    rotary(turned, torch.tensor([3], dtype=torch.int32), table, backend=gpu)
+    assert torch.equal(x[0], padded[0])
+    assert bool(padded[1].isnan().all())
+    assert torch.equal(turned, padded[2:])
 
 
 @pytest.mark.parametrize(("rows", "size"), SHAPES)
