@@ -1,6 +1,6 @@
 """The matrices of a layer's experts, one behind the other, each packed as it would be alone."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,19 +24,13 @@ class ExpertMatrices:
         """From the experts' matrices in their order, taken one at a time. Raises KernelError if they aren't alike or not as many."""
         packed: torch.Tensor | None = None
         first: Weight | None = None
-        count = 0
-        for matrix in matrices:
-            if isinstance(matrix, Int4Weight | Int8Weight) and matrix.order is not None:
-                raise KernelError("ExpertMatrices: columns in another order (act-order) are not supported in experts")
+        for expert, matrix in enumerate(in_one_format(num_experts, matrices)):
             if first is None or packed is None:
                 packed = (memory or WeightMemory()).empty((num_experts, *matrix.packed.shape), matrix.packed.dtype)
                 first = replace(matrix, packed=packed[0])
-            if count == num_experts or not _are_alike(first, matrix):
-                raise KernelError(f"ExpertMatrices: expert {count} differs in format or number from the others")
-            packed[count] = matrix.packed
-            count += 1
-        if first is None or packed is None or count != num_experts:
-            raise KernelError(f"ExpertMatrices: {count} experts instead of {num_experts}")
+            packed[expert] = matrix.packed
+        assert first is not None
+        assert packed is not None
         return cls(first, packed)
 
     @property
@@ -59,9 +53,25 @@ class ExpertMatrices:
         return replace(self.first, packed=self.packed[expert])
 
 
+def in_one_format(num_experts: int, matrices: Iterable[Weight]) -> Iterator[Weight]:
+    """The experts' matrices, none of which is held. Raises KernelError if they aren't alike or not as many, or have columns in another order."""
+    first: Weight | None = None
+    count = 0
+    for matrix in matrices:
+        if isinstance(matrix, Int4Weight | Int8Weight) and matrix.order is not None:
+            raise KernelError("ExpertMatrices: columns in another order (act-order) are not supported in experts")
+        first = first or replace(matrix, packed=matrix.packed.new_empty(0, *matrix.packed.shape[1:]))
+        if count == num_experts or not _are_alike(first, matrix):
+            raise KernelError(f"ExpertMatrices: expert {count} differs in format or number from the others")
+        count += 1
+        yield matrix
+    if first is None or count != num_experts:
+        raise KernelError(f"ExpertMatrices: {count} experts instead of {num_experts}")
+
+
 def _are_alike(one: Weight, other: Weight) -> bool:
-    """Whether everything is the same but the numbers."""
-    same_memory = one.packed.shape == other.packed.shape and one.packed.dtype == other.packed.dtype
+    """Whether everything is the same but the numbers, the first of which may be missing."""
+    same_memory = one.packed.shape[1:] == other.packed.shape[1:] and one.packed.dtype == other.packed.dtype
     return type(one) is type(other) and same_memory and replace(other, packed=one.packed) == one
 
 

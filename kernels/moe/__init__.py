@@ -6,11 +6,11 @@ from kernels.backend import Backend
 from kernels.checks import check_tensor, output, sizes
 from kernels.errors import KernelError
 from kernels.expert_weights import Experts
-from kernels.moe.gpu_experts import GpuExperts, place_experts
+from kernels.moe.gpu_experts import GpuExpertMatrices, GpuExperts
 from kernels.moe.ref import moe_ref
 from kernels.moe.routing import Routing
 
-__all__ = ["Routing", "moe", "place_experts"]
+__all__ = ["GpuExpertMatrices", "GpuExperts", "Routing", "moe"]
 
 
 def moe(

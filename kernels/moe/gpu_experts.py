@@ -1,14 +1,16 @@
 """Experts as they lie in a GPU's memory: each matrix as it would alone, one behind the other."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from kernels.backend import Backend
 from kernels.errors import KernelError
-from kernels.expert_weights import ExpertMatrices, Experts
+from kernels.expert_weights import in_one_format
 from kernels.gpu_weights import GpuDenseWeight, GpuFp8Weight, GpuInt4Weight, GpuInt8Weight
 from kernels.placement import place
+from kernels.weights import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,36 @@ class GpuExpertMatrices:
     numbers: torch.Tensor  # codes or matrices, [num_experts, ...]
     scales: torch.Tensor | None  # [num_experts, ...]
     units: torch.Tensor  # float32 [num_experts]
+
+    @classmethod
+    def gather(cls, num_experts: int, matrices: Iterable[Weight]) -> "GpuExpertMatrices":
+        """From the experts' matrices in their order, taken and placed one at a time. Raises KernelError as `ExpertMatrices.gather` does, and for 8-bit floats."""
+        numbers: torch.Tensor | None = None
+        scales: torch.Tensor | None = None
+        first: GpuInt4Weight | GpuInt8Weight | GpuDenseWeight | None = None
+        units = []
+        for expert, matrix in enumerate(in_one_format(num_experts, matrices)):
+            weight = place(matrix, Backend.GPU)
+            if isinstance(weight, GpuFp8Weight):
+                raise KernelError("moe: experts of 8-bit floats are not supported on GPUs")
+            assert isinstance(weight, GpuInt4Weight | GpuInt8Weight | GpuDenseWeight)
+            own = weight.matrix if isinstance(weight, GpuDenseWeight) else weight.codes
+            if numbers is None:
+                first, numbers = weight, own.new_empty(num_experts, *own.shape)
+            numbers[expert] = own
+            if not isinstance(weight, GpuDenseWeight):
+                if scales is None:
+                    scales = weight.scales.new_empty(num_experts, *weight.scales.shape)
+                scales[expert] = weight.scales
+            units.append(weight.unit)
+        assert first is not None
+        assert numbers is not None
+        return cls(first, numbers, scales, torch.tensor(units, dtype=torch.float32, device=numbers.device))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, padding included."""
+        return self.numbers.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -38,35 +70,7 @@ class GpuExperts:
         """How many."""
         return len(self.down.units)
 
-
-def place_experts(experts: Experts, backend: Backend) -> "Experts | GpuExperts":
-    """The experts as this backend's kernels read them; for CPU and reference those given."""
-    if backend is not Backend.GPU:
-        return experts
-    return GpuExperts(_placed(experts.gate_up, backend), _placed(experts.down, backend))
-
-
-def _placed(matrices: ExpertMatrices, backend: Backend) -> GpuExpertMatrices:
-    """One at a time into memory for all."""
-    numbers: torch.Tensor | None = None
-    scales: torch.Tensor | None = None
-    first: GpuInt4Weight | GpuInt8Weight | GpuDenseWeight | None = None
-    units = []
-    for expert in range(matrices.num_experts):
-        weight = place(matrices.matrix(expert), backend)
-        if isinstance(weight, GpuFp8Weight):
-            raise KernelError("moe: experts of 8-bit floats are not supported on GPUs")
-        assert isinstance(weight, GpuInt4Weight | GpuInt8Weight | GpuDenseWeight)
-        own = weight.matrix if isinstance(weight, GpuDenseWeight) else weight.codes
-        if numbers is None:
-            first, numbers = weight, torch.empty(matrices.num_experts, *own.shape, dtype=own.dtype, device=own.device)
-        numbers[expert] = own
-        if not isinstance(weight, GpuDenseWeight):
-            if scales is None:
-                shape = (matrices.num_experts, *weight.scales.shape)
-                scales = torch.empty(shape, dtype=weight.scales.dtype, device=own.device)
-            scales[expert] = weight.scales
-        units.append(weight.unit)
-    assert first is not None
-    assert numbers is not None
-    return GpuExpertMatrices(first, numbers, scales, torch.tensor(units, dtype=torch.float32, device=numbers.device))
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, padding included."""
+        return self.gate_up.nbytes + self.down.nbytes

@@ -1,6 +1,6 @@
 """How rows choose experts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -40,5 +40,9 @@ class Routing:
         bias = self.bias
         if bias is not None and (bias.dtype is not torch.float32 or tuple(bias.shape) != (self.num_experts,)):
             raise KernelError(f"moe: bias must be float32 [{self.num_experts}], got {bias.dtype} {list(bias.shape)}")
-        if bias is not None and not (bias.is_contiguous() and bool(torch.isfinite(bias).all())):
+        if bias is not None and bias.is_cpu and not (bias.is_contiguous() and bool(torch.isfinite(bias).all())):
             raise KernelError("moe: bias must be contiguous and finite")
+
+    def to(self, device: torch.device) -> "Routing":
+        """The same, with its bias on a device."""
+        return self if self.bias is None else replace(self, bias=self.bias.to(device))
