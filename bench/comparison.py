@@ -93,5 +93,6 @@ def logits_of(
 ) -> torch.Tensor:
     """Logits float32 [num_tokens - first_logit, vocab], computed over pages as the engine does."""
     layout = loaded.kv_layout(-(-len(tokens) // PAGE_SIZE), PAGE_SIZE, kv_dtype)
-    pool = KvPool.allocate(layout, *((scales.k, scales.v) if scales else ()))
+    k_scale, v_scale = (scales.k, scales.v) if scales else (None, None)
+    pool = KvPool.allocate(layout, k_scale, v_scale, backend=loaded.backend)
     return run_window(loaded.model, pool, tokens, first_logit)

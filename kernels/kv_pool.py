@@ -11,7 +11,17 @@ from kernels.errors import KernelError
 from kernels.kv_layout import E4M3_MAX, FP16_MAX, MAX_HEAD_DIM, MAX_LATENT_DIM, STORED, KvDtype, KvLayout
 from kernels.seals import PageSeals
 
-__all__ = ["E4M3_MAX", "FP16_MAX", "MAX_HEAD_DIM", "MAX_LATENT_DIM", "AttentionRows", "KvDtype", "KvLayout", "KvPool"]
+__all__ = [
+    "E4M3_MAX",
+    "FP16_MAX",
+    "MAX_HEAD_DIM",
+    "MAX_LATENT_DIM",
+    "AttentionPlan",
+    "AttentionRows",
+    "KvDtype",
+    "KvLayout",
+    "KvPool",
+]
 
 TILE_TOKENS = 32  # rows of a sequence that an item of a plan may hold
 
@@ -119,7 +129,7 @@ class AttentionRows:
     """Which keys each query row sees: all of its sequence up to its own position, through the page table.
 
     Rows of one sequence are adjacent and ascending in position. On a GPU, a row at a negative position is padding: it sees nothing, and
-    its result is zero. `plan` comes with `to`.
+    its result is zero. There `plan` is needed too: `planned` makes one.
     """
 
     page_table: torch.Tensor  # int32 [num_sequences, max_pages]
@@ -127,8 +137,8 @@ class AttentionRows:
     row_position: torch.Tensor  # int32 [num_rows]
     plan: AttentionPlan | None = None
 
-    def to(self, device: torch.device) -> "AttentionRows":
-        """These rows, which lie on the CPU, and the plan for them, on a GPU. Call `check` first: nothing can be checked there."""
+    def planned(self) -> AttentionPlan:
+        """The plan for these rows; they and it lie on the CPU."""
         sequence = self.row_sequence.numpy()
         starts = np.flatnonzero(np.diff(sequence, prepend=-1))
         counts = np.diff(starts, append=len(sequence))
@@ -139,12 +149,15 @@ class AttentionRows:
             for first in range(start, start + count, TILE_TOKENS)
         ]
         singles = [(start, 1) for start in starts[counts == 1].tolist()]
-        plan = AttentionPlan(
-            *(torch.tensor(items, dtype=torch.int32).view(-1, 2).to(device) for items in (singles, tiles))
-        )
+        return AttentionPlan(*(torch.tensor(items, dtype=torch.int32).view(-1, 2) for items in (singles, tiles)))
+
+    def to(self, device: torch.device) -> "AttentionRows":
+        """These rows, which lie on the CPU, and the plan for them, on a GPU. Call `check` first: nothing can be checked there."""
+        plan = self.planned()
         return AttentionRows(
-            self.page_table.to(device), self.row_sequence.to(device), self.row_position.to(device), plan
-        )
+            self.page_table.to(device), self.row_sequence.to(device), self.row_position.to(device),
+            AttentionPlan(plan.singles.to(device), plan.tiles.to(device)),
+        )  # fmt: skip
 
     def check(self, op: str, layout: KvLayout) -> None:
         """Raise KernelError if a row could read outside the pool or the table."""

@@ -30,9 +30,10 @@ class Batch:
     backend: Backend
 
     def stale_chunks(self, pool: PagePool) -> list[Chunk]:
-        """Chunks whose table leads to a page of another life or owner, read through the table that attention will use."""
+        """Chunks whose table leads to a page of another life or owner, read through the table that attention will use, or be sent a copy of."""
         tags = torch.from_numpy(pool.tags.view(np.int64))
-        found = lease_check(tags, self.step.page_table, self.expected_tags, backend=self.backend)
+        backend = Backend.CPU if self.backend is Backend.GPU else self.backend  # all of it lies on the CPU
+        found = lease_check(tags, self.step.page_table, self.expected_tags, backend=backend)
         return [chunk for chunk, place in zip(self.chunks, found.tolist(), strict=True) if place >= 0]
 
 

@@ -57,7 +57,7 @@ class GroupedQueryAttention:
         shapes = {"q": (heads * dim, hidden), "k": (kv_heads * dim, hidden), "v": (kv_heads * dim, hidden)}
         norms = None
         if config.qk_norm:
-            q_norm, k_norm = (load_norm(checkpoint, role, layer, dim) for role in ("q_norm", "k_norm"))
+            q_norm, k_norm = (load_norm(checkpoint, role, layer, dim, backend) for role in ("q_norm", "k_norm"))
             norms = HeadNorms(q_norm, k_norm, config.rms_eps)
         window = config.windows[layer] if config.windows else None
         return cls(

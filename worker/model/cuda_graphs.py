@@ -1,11 +1,12 @@
 """Decode steps on a GPU as CUDA graphs: one launch a step instead of a dozen a layer.
 
-A graph is recorded for each number of rows (a power of two) and width of the page table (another) at their first use, over buffers that
-stay where they are; a step is copied into them, padded with rows at position -1, which read nothing, write nothing and cost their share
-of the products. A row's bits don't depend on its batch, so padding changes none.
+A graph is recorded for each number of rows (a power of two) and width of the page table (another) at their first use. All of them read
+their step from one piece of memory, compute in one workspace and leave their results in one place, none of which ever moves; what
+their ops allocate comes from one pool, as no two graphs run at a time. A step is padded with rows at position -1, which read nothing, write nothing
+and cost their share of the products. A row's bits don't depend on its batch, so padding changes none.
 
-This was never run on a GPU: none was at hand when it was written. What is tested, without graphs, is that padded steps in the fixed
-buffers give the bits of the steps themselves.
+This was never run on a GPU: none was at hand when it was written. In Triton's interpreter, where there are no graphs, a "graph" is the call that would have been
+recorded: everything but `recorder` is what runs on a GPU.
 """
 
 from collections.abc import Callable
@@ -13,111 +14,98 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.kv_pool import AttentionRows
+from kernels.kv_pool import AttentionPlan
 from worker.model.step import StepInput
+from worker.model.step_memory import StepShape, padding_step, send
 
-Compute = Callable[[StepInput, AttentionRows], torch.Tensor]
-"""The forward pass over tensors on the device, without a look at their numbers: float32 [num_rows, ...], one row for each row."""
+Compute = Callable[[StepInput], torch.Tensor]
+"""A pass over a step on the device, whose result float32 [num_rows, ...] is always in the same place for the same step."""
+Call = Callable[[], object]
+Record = Callable[[Call], Call]
+"""From a call that has been made once to one that repeats what it did on the device."""
 
-_FEWEST_PAGES = 16
-_WARM_UPS = 2
+FEWEST_PAGES = 16
+
+
+def recorder(device: torch.device) -> Record:
+    """Records calls as graphs that share the memory of what is allocated in them: at most one may be running, and nothing allocated outlives it."""
+    if device.type != "cuda":
+        return lambda call: call
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(call: Call) -> Call:
+        graph = torch.cuda.CUDAGraph()
+        # What other threads do with CUDA meanwhile is no error of this one's.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            call()
+        return graph.replay
+
+    return record
 
 
 @dataclass(frozen=True, slots=True)
-class _Buffers:
-    """A padded step at fixed addresses, what is computed from it, and the graph that does so (none without CUDA)."""
+class _Recorded:
+    """A graph, and where its result is."""
 
-    step: StepInput
-    rows: AttentionRows
-    result: torch.Tensor | None
-    graph: torch.cuda.CUDAGraph | None
+    replay: Call
+    result: torch.Tensor
 
 
 class DecodeGraphs:
-    """Runs decode steps through recorded graphs. Not thread-safe. Results are overwritten by the next step of the same shape."""
+    """Runs decode steps through recorded graphs. Not thread-safe. A result is overwritten by the next step."""
 
-    def __init__(self, compute: Compute, max_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, compute: Compute, max_rows: int, max_pages: int, device: torch.device, record: Record | None = None
+    ) -> None:
+        """For steps of up to `max_rows` rows and tables of up to `max_pages` pages."""
         self._compute = compute
-        self._max_rows = max_rows
-        self._device = device
-        self._buffers: dict[tuple[int, int], _Buffers] = {}
-
-    def takes(self, step: StepInput) -> bool:
-        """Whether this is a step with one row for each sequence, all of whose logits are wanted."""
-        num_rows = len(step.token_ids)
-        return 0 < num_rows <= self._max_rows and num_rows == len(step.page_table) == len(step.logit_rows)
-
-    def run(self, step: StepInput) -> torch.Tensor:
-        """What `compute` gives for the step, which lies on the CPU and has been checked."""
-        num_rows, num_pages = step.page_table.shape
-        key = (_power_of_two(num_rows), max(_FEWEST_PAGES, _power_of_two(num_pages)))
-        if key not in self._buffers:
-            self._buffers[key] = self._record(*key)
-        buffers = self._buffers[key]
-        _fill(buffers.step, step)
-        if buffers.graph is None or buffers.result is None:
-            return self._compute(buffers.step, buffers.rows)[:num_rows]
-        buffers.graph.replay()
-        return buffers.result[:num_rows]
-
-    def _record(self, num_rows: int, num_pages: int) -> _Buffers:
-        step = _padding(num_rows, num_pages)
-        plan = step_rows(step).to(self._device)
-        placed = StepInput(
-            token_ids=step.token_ids.to(self._device),
-            positions=plan.row_position,
-            slots=step.slots.to(self._device),
-            page_table=plan.page_table,
-            row_sequence=plan.row_sequence,
-            logit_rows=step.logit_rows.to(self._device),
+        self._max_rows = power_of_two(max_rows)
+        self._max_pages = max(FEWEST_PAGES, power_of_two(max_pages))
+        self._memory = torch.zeros(
+            StepShape.of_decode(self._max_rows, self._max_pages).num_bytes, dtype=torch.uint8, device=device
         )
-        if self._device.type != "cuda":
-            return _Buffers(placed, plan, None, None)
-        # Kernels are compiled at their first launch, which must not happen while recording. Padding touches no page.
-        beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(beside):
-            for _ in range(_WARM_UPS):
-                self._compute(placed, plan)
-        torch.cuda.current_stream(self._device).wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = self._compute(placed, plan)
-        return _Buffers(placed, plan, result, graph)
+        self._record = record or recorder(device)
+        self._recorded: dict[StepShape, _Recorded] = {}
+
+    def takes(self, step: StepInput, plan: AttentionPlan) -> bool:
+        """Whether this is a step with one row for each sequence, and no larger than there is room for."""
+        num_rows, (num_sequences, num_pages) = len(step.token_ids), step.page_table.shape
+        is_decode = num_rows == num_sequences == len(plan.singles) and len(step.logit_rows) <= num_rows
+        return is_decode and 0 < num_rows <= self._max_rows and num_pages <= self._max_pages
+
+    def run(self, step: StepInput, plan: AttentionPlan) -> torch.Tensor:
+        """What `compute` gives for the step's wanted rows; the step lies on the CPU and has been checked."""
+        shape = self._shape(*step.page_table.shape)
+        found = self._recorded.get(shape) or self._new(shape)
+        send(step, plan, shape, self._memory)
+        found.replay()
+        return found.result[: len(step.logit_rows)]
+
+    def prepare(self) -> None:
+        """Record each number of rows with the narrowest table, each table with one row, and the largest step.
+
+        Between them they start every kernel in each way that others will. Large ones come first: what they allocate serves small ones too.
+        """
+        rows = [1 << n for n in range(self._max_rows.bit_length())]
+        pages = [FEWEST_PAGES << n for n in range((self._max_pages // FEWEST_PAGES).bit_length())]
+        shapes = {(count, FEWEST_PAGES) for count in rows} | {(1, width) for width in pages} | {(rows[-1], pages[-1])}
+        for count, width in sorted(shapes, key=lambda shape: shape[0] * shape[1], reverse=True):
+            if (shape := self._shape(count, width)) not in self._recorded:
+                self._new(shape)
+
+    def _shape(self, num_rows: int, num_pages: int) -> StepShape:
+        return StepShape.of_decode(power_of_two(num_rows), max(FEWEST_PAGES, power_of_two(num_pages)))
+
+    def _new(self, shape: StepShape) -> _Recorded:
+        padding = padding_step(shape.num_rows, shape.num_rows, shape.num_pages)
+        send(padding, padding.rows.planned(), shape, self._memory)
+        step, compute = shape.seen_in(self._memory), self._compute
+        # The first call compiles kernels, which must not happen while recording.
+        result = compute(step)
+        found = self._recorded[shape] = _Recorded(self._record(lambda: compute(step)), result)
+        return found
 
 
-def step_rows(step: StepInput) -> AttentionRows:
-    """What each row of a step attends to."""
-    return AttentionRows(step.page_table, step.row_sequence, step.positions)
-
-
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
+    """The smallest that is no less than a positive number."""
     return 1 << (number - 1).bit_length()
-
-
-def _padding(num_rows: int, num_pages: int) -> StepInput:
-    """A step of nothing but padding, one sequence a row."""
-    return StepInput(
-        token_ids=torch.zeros(num_rows, dtype=torch.int64),
-        positions=torch.full((num_rows,), -1, dtype=torch.int32),
-        slots=torch.full((num_rows,), -1, dtype=torch.int64),
-        page_table=torch.zeros(num_rows, num_pages, dtype=torch.int32),
-        row_sequence=torch.arange(num_rows, dtype=torch.int32),
-        logit_rows=torch.arange(num_rows, dtype=torch.int64),
-    )
-
-
-def _fill(target: StepInput, step: StepInput) -> None:
-    """Copy a step into the buffers' first rows; the others become padding again.
-
-    Rows stand in the order of their sequences and the wanted logits in that of the rows, as the buffers have both from the start.
-    """
-    num_rows, num_pages = step.page_table.shape
-    for buffer, numbers, padding in (
-        (target.token_ids, step.token_ids, 0),
-        (target.positions, step.positions, -1),
-        (target.slots, step.slots, -1),
-    ):
-        buffer[num_rows:] = padding
-        buffer[:num_rows].copy_(numbers, non_blocking=True)
-    target.page_table[:num_rows, :num_pages].copy_(step.page_table, non_blocking=True)

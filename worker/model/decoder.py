@@ -1,7 +1,7 @@
 """Layers of attention and feed-forward between RMS norms, from token ids to logits: what all architectures share.
 
 One forward pass serves prompts and decode steps alike: it takes rows of tokens, writes what later rows need into pages, and attends
-through the page table. It consists of ops alone, so that it can be recorded.
+through the page table. It consists of ops alone, so that it can be recorded, and looks at no number, so that nobody waits for a GPU.
 """
 
 from collections.abc import Callable
@@ -10,14 +10,17 @@ from typing import Protocol
 
 import torch
 
-from kernels.backend import Backend
+from kernels.backend import Backend, device_of
 from kernels.embedding import embedding
+from kernels.gpu_weights import GpuInt4Weight, GpuInt8Weight
 from kernels.kv_pool import KvDtype, KvLayout, KvPool
 from kernels.matmul import matmul
 from kernels.rms_norm import rms_norm
 from kernels.take_rows import take_rows
 from worker.model.checkpoint import Checkpoint
 from worker.model.config import ModelConfig
+from worker.model.device_steps import MAX_ROWS, DeviceSteps, Parts
+from worker.model.errors import ModelError
 from worker.model.latent_attention import latent_layout
 from worker.model.projection import load_matrix, load_norm
 from worker.model.recorded_steps import RecordedSteps
@@ -86,13 +89,19 @@ class Decoder:
         self.config = config
         self._backend = backend
         # The largest matrices come first: what their packing needs besides is freed before the others are there.
-        self._embedding = load_matrix(checkpoint, "embedding", matrix)
-        self._head = self._embedding if config.tie_embeddings else load_matrix(checkpoint, "head", matrix)
+        self._embedding = load_matrix(checkpoint, "embedding", matrix, backend)
+        if isinstance(self._embedding, GpuInt4Weight | GpuInt8Weight) and self._embedding.order is not None:
+            name = checkpoint.tensor_name("embedding", None)
+            raise ModelError(
+                f"{checkpoint.label}: {name}: an embedding in another order of columns (act-order) is not supported on a GPU"
+            )
+        self._head = self._embedding if config.tie_embeddings else load_matrix(checkpoint, "head", matrix, backend)
         self._layers = tuple(load_layer(index) for index in range(config.num_layers))
-        self._final_norm = load_norm(checkpoint, "final_norm", None, hidden)
+        self._final_norm = load_norm(checkpoint, "final_norm", None, hidden, backend)
         self._residual, self._x = Buffer("residual", (hidden,)), Buffer("x", (hidden,))
         self._added, self._last = Buffer("added", (hidden,)), Buffer("last", (hidden,))
         self._recorded: RecordedSteps | None = None
+        self._on_device: DeviceSteps | None = None
         self._workspace = self._allocate(0)
 
     @property
@@ -109,6 +118,11 @@ class Decoder:
     def forward(self, step: StepInput, pool: KvPool) -> torch.Tensor:
         """See `Model.forward`."""
         step.check(pool.layout, self.config)
+        if self._backend is Backend.GPU:
+            if self._on_device is None or self._on_device.pool is not pool:
+                self._on_device = None  # its memory is free for the next one
+                self._on_device = self._device_steps(pool)
+            return self._on_device.run(step)
         if self._recorded is None or self._recorded.pool is not pool:
             self._recorded = RecordedSteps(self.config.context_length, pool, self._compute, self._allocate)
         if self._backend is Backend.CPU and self._recorded.takes(step):
@@ -118,13 +132,27 @@ class Decoder:
             if self._workspace.num_rows < num_rows:
                 self._workspace = self._allocate(num_rows)
             x = self._compute(step, pool, self._workspace.first(num_rows))
-        return matmul(x, self._head, backend=self._backend)
+        return self._logits(x)
+
+    def prepare(self, pool: KvPool, max_sequences: int, step_tokens: int) -> None:
+        """See `Model.prepare`."""
+        if self._backend is Backend.GPU:
+            self._on_device = self._device_steps(pool, max_sequences)
+            self._on_device.prepare(step_tokens)
+
+    def _device_steps(self, pool: KvPool, max_rows: int = MAX_ROWS) -> DeviceSteps:
+        config = self.config
+        parts = Parts(self._compute, self._logits, self._allocate, config.vocab_size, config.context_length)
+        return DeviceSteps(parts, pool, device_of(self._backend), max_rows)
+
+    def _logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return matmul(x, self._head, out, backend=self._backend)
 
     def _allocate(self, num_rows: int) -> Workspace:
         buffers = {self._residual, self._x, self._added, self._last}
         for layer in self._layers:
             buffers.update(layer.attention.buffers, layer.feed_forward.buffers)
-        return Workspace.allocate(buffers, num_rows)
+        return Workspace.allocate(buffers, num_rows, device_of(self._backend))
 
     def _compute(self, step: StepInput, pool: KvPool, work: Workspace) -> torch.Tensor:
         """The normalized last hidden states of the wanted rows, float32 [num_logits, hidden]."""

@@ -4,7 +4,7 @@ tokens, and Kimi's image tower are left out."""
 
 from dataclasses import replace
 
-from kernels.backend import Backend
+from kernels.backend import Backend, device_of
 from worker.model import glm4_moe
 from worker.model.checkpoint import Checkpoint
 from worker.model.config import MAX_LAYERS, ExpertsConfig, LatentConfig, ModelConfig
@@ -98,13 +98,13 @@ def experts_config(fields: Fields, dense_layers: frozenset[int]) -> ExpertsConfi
 def build(checkpoint: Checkpoint, backend: Backend) -> Decoder:
     """Load all weights."""
     config = checkpoint.config
-    table = angle_table(config)
+    table = angle_table(config).to(device_of(backend))
 
     def load_layer(index: int) -> Layer:
         return Layer(
-            attn_norm=load_norm(checkpoint, "attn_norm", index, config.hidden_size),
+            attn_norm=load_norm(checkpoint, "attn_norm", index, config.hidden_size, backend),
             attention=LatentAttention.load(checkpoint, index, table, backend),
-            ffn_norm=load_norm(checkpoint, "ffn_norm", index, config.hidden_size),
+            ffn_norm=load_norm(checkpoint, "ffn_norm", index, config.hidden_size, backend),
             feed_forward=load_feed_forward(checkpoint, index, backend),
         )
 

@@ -3,7 +3,7 @@ with a window to each one without (Gemma Team, 2025)."""
 
 from dataclasses import replace
 
-from kernels.backend import Backend
+from kernels.backend import Backend, device_of
 from worker.model import qwen3
 from worker.model.attention import GroupedQueryAttention
 from worker.model.checkpoint import Checkpoint
@@ -74,14 +74,16 @@ def whole_ignored(config: ModelConfig) -> tuple[str, ...]:
 def build(checkpoint: Checkpoint, backend: Backend) -> Decoder:
     """Load all weights."""
     config = checkpoint.config
-    tables = angle_table(config, checkpoint.rope_factors()), local_angle_table(config)
+    device, near = device_of(backend), local_angle_table(config)
+    table = angle_table(config, checkpoint.rope_factors()).to(device)
+    near = None if near is None else near.to(device)
 
     def load_layer(index: int) -> Layer:
         norms = {
-            role: load_norm(checkpoint, role, index, config.hidden_size)
+            role: load_norm(checkpoint, role, index, config.hidden_size, backend)
             for role in ("attn_norm", "post_attn_norm", "ffn_norm", "post_ffn_norm")
         }
-        attention = GroupedQueryAttention.load(checkpoint, index, tables[0], backend, tables[1])
+        attention = GroupedQueryAttention.load(checkpoint, index, table, backend, near)
         feed_forward = GatedFeedForward.load(checkpoint, index, config.ffn_size, backend, is_gelu=True)
         return Layer(attention=attention, feed_forward=feed_forward, **norms)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.backend import Backend
+from kernels.backend import Backend, device_of
 from kernels.indexer_topk import indexer_topk
 from kernels.kv_pool import KvPool
 from kernels.layer_norm import layer_norm
@@ -15,7 +15,7 @@ from kernels.rotary import rotary
 from worker.model.checkpoint import Checkpoint
 from worker.model.projection import Projection
 from worker.model.step import StepInput
-from worker.model.tensors import packed, permuted
+from worker.model.tensors import permuted, placed
 from worker.model.workspace import Buffer, Workspace
 
 INDEXER_NAMES = {
@@ -82,13 +82,13 @@ class Indexer:
             layer=layer,
             num_heads=sizes.num_heads,
             head_dim=sizes.head_dim,
-            q=Projection((packed(q, names["index_q"], checkpoint.memory),), None, backend),
-            k=Projection((packed(k, names["index_k"], checkpoint.memory),), None, backend),
+            q=Projection((placed([q], names["index_q"], backend, checkpoint.memory),), None, backend),
+            k=Projection((placed([k], names["index_k"], backend, checkpoint.memory),), None, backend),
             weights=Projection.load(
                 checkpoint, layer, {"index_weights": (sizes.num_heads, config.hidden_size)}, backend
             ),
-            norm=checkpoint.vector("index_k_norm", layer, sizes.head_dim)[order],
-            norm_bias=checkpoint.vector("index_k_norm_bias", layer, sizes.head_dim)[order],
+            norm=checkpoint.vector("index_k_norm", layer, sizes.head_dim)[order].to(device_of(backend)),
+            norm_bias=checkpoint.vector("index_k_norm_bias", layer, sizes.head_dim)[order].to(device_of(backend)),
             rotary_table=table,
             q_buffer=Buffer("index_q", (sizes.num_heads, sizes.head_dim)),
             k_buffer=Buffer("index_k", (sizes.head_dim,)),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.backend import Backend
+from kernels.backend import Backend, device_of
 from kernels.head_matmul import HeadWeights, head_matmul
 from kernels.head_norm import head_norm
 from kernels.kv_layout import KvDtype, KvLayout
@@ -22,7 +22,7 @@ from worker.model.config import LatentConfig, ModelConfig
 from worker.model.indexer import INDEXER_NAMES, Indexer, Selection
 from worker.model.projection import Projection, load_norm
 from worker.model.step import StepInput
-from worker.model.tensors import packed, permuted
+from worker.model.tensors import packed, permuted, placed
 from worker.model.workspace import Buffer, Workspace
 
 LATENT_NAMES = {
@@ -82,7 +82,7 @@ class Queries:
         down_shape = {"q_down": (latent.q_rank, config.hidden_size)}
         return cls(
             down=Projection.load(checkpoint, layer, down_shape, backend, has_bias=config.qkv_bias),
-            norm=load_norm(checkpoint, "q_down_norm", layer, latent.q_rank),
+            norm=load_norm(checkpoint, "q_down_norm", layer, latent.q_rank, backend),
             up=_ordered(checkpoint, layer, "q_up", (width, latent.q_rank), order, backend),
             small=Buffer("latent_q_small", (latent.q_rank,)),
             wide=wide,
@@ -147,7 +147,7 @@ class LatentAttention:
             kv_down=_ordered(
                 checkpoint, layer, "kv_down", (stored_dim, hidden), order, backend, has_bias=config.qkv_bias
             ),
-            kv_norm=load_norm(checkpoint, "kv_down_norm", layer, latent.kv_rank),
+            kv_norm=load_norm(checkpoint, "kv_down_norm", layer, latent.kv_rank, backend),
             key_matrices=key_matrices,
             value_matrices=value_matrices,
             o=Projection.load(
@@ -227,9 +227,9 @@ def _ordered(
 ) -> Projection:  # fmt: skip
     """A matrix with its rows, and its bias, in another order."""
     rows = permuted(checkpoint.matrix(role, layer, shape), order)
-    bias = checkpoint.vector(f"{role}_bias", layer, shape[0])[order] if has_bias else None
+    bias = checkpoint.vector(f"{role}_bias", layer, shape[0])[order].to(device_of(backend)) if has_bias else None
     source = f"{checkpoint.label}: {checkpoint.tensor_name(role, layer)}"
-    return Projection((packed(rows, source, checkpoint.memory),), bias, backend)
+    return Projection((placed([rows], source, backend, checkpoint.memory),), bias, backend)
 
 
 def _split_kv_up(checkpoint: Checkpoint, layer: int, backend: Backend) -> tuple[HeadWeights, HeadWeights]:

@@ -5,7 +5,7 @@ Others that differ from it by biases or norms of heads alone are built here too:
 
 from dataclasses import replace
 
-from kernels.backend import Backend
+from kernels.backend import Backend, device_of
 from worker.model.attention import GroupedQueryAttention
 from worker.model.checkpoint import Checkpoint
 from worker.model.config import ModelConfig
@@ -42,13 +42,13 @@ def read_config(fields: Fields) -> ModelConfig:
 def build(checkpoint: Checkpoint, backend: Backend) -> Decoder:
     """Load all weights."""
     config = checkpoint.config
-    table = angle_table(config, checkpoint.rope_factors())
+    table = angle_table(config, checkpoint.rope_factors()).to(device_of(backend))
 
     def load_layer(index: int) -> Layer:
         return Layer(
-            attn_norm=load_norm(checkpoint, "attn_norm", index, config.hidden_size),
+            attn_norm=load_norm(checkpoint, "attn_norm", index, config.hidden_size, backend),
             attention=GroupedQueryAttention.load(checkpoint, index, table, backend),
-            ffn_norm=load_norm(checkpoint, "ffn_norm", index, config.hidden_size),
+            ffn_norm=load_norm(checkpoint, "ffn_norm", index, config.hidden_size, backend),
             feed_forward=GatedFeedForward.load(checkpoint, index, config.ffn_size, backend),
         )
 

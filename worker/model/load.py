@@ -19,12 +19,13 @@ from worker.model.safetensors_file import open_folder
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory, with what came along in its files. `digest` is a hex sha256 over them."""
+    """A model in memory, with what came along in its files. `digest` is a hex sha256 over them; `backend` computes with it."""
 
     model: Model
     config: ModelConfig
     tokenizer: TokenizerSpec
     digest: str
+    backend: Backend
     kv_scales: KvScales | None = None
 
     def kv_layout(self, num_pages: int, page_size: int, dtype: KvDtype) -> KvLayout:
@@ -45,13 +46,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def load_model(path: Path, backend: Backend) -> LoadedModel:
-    """Load all weights; every tensor of the checkpoint is used exactly once. Raises ModelError."""
+    """Load all weights; every tensor of the checkpoint is used exactly once. Raises ModelError, and torch.OutOfMemoryError on a GPU that's too small.
+
+    For a GPU each matrix is brought there before the next one is read.
+    """
     checkpoint = open_checkpoint(path)
     checkpoint.digest.start()
     try:
         model = architecture(checkpoint.config.architecture, checkpoint.label).build(checkpoint, backend)
         scales = checkpoint.kv_scales()
         checkpoint.finish()
-        return LoadedModel(model, checkpoint.config, checkpoint.tokenizer, checkpoint.digest.result(), scales)
+        digest = checkpoint.digest.result()
+        return LoadedModel(model, checkpoint.config, checkpoint.tokenizer, digest, backend, scales)
     finally:
         checkpoint.digest.stop()

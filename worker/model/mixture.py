@@ -1,14 +1,16 @@
 """A layer's feed-forward as a mixture of experts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 
-from kernels.backend import Backend
+from kernels.backend import Backend, device_of
 from kernels.errors import KernelError
 from kernels.expert_weights import ExpertMatrices, Experts
-from kernels.moe import Routing, moe
+from kernels.moe import GpuExpertMatrices, GpuExperts, Routing, moe
 from kernels.weights import Weight
 from worker.model.checkpoint import Checkpoint
 from worker.model.config import ExpertsConfig
@@ -18,6 +20,8 @@ from worker.model.projection import Projection
 from worker.model.tensors import can_stack, packed_together
 from worker.model.workspace import Buffer, Workspace
 
+Gathered = TypeVar("Gathered")
+
 
 @dataclass(frozen=True, slots=True)
 class MixtureFeedForward:
@@ -25,7 +29,7 @@ class MixtureFeedForward:
 
     router: Projection
     routing: Routing
-    experts: Experts
+    experts: Experts | GpuExperts
     shared: GatedFeedForward | None
     logits: Buffer
     shared_out: Buffer
@@ -44,14 +48,14 @@ class MixtureFeedForward:
             top_groups=config.top_groups,
             normalize=config.normalize,
             scale=config.scale,
-        )
+        ).to(device_of(backend))
         shared = None
         if config.shared_size:
             shared = GatedFeedForward.load(checkpoint, layer, config.shared_size, backend, roles=SHARED_ROLES)
         return cls(
             router=Projection.load(checkpoint, layer, {"router": (count, hidden)}, backend),
             routing=routing,
-            experts=_load_experts(checkpoint, layer, config),
+            experts=_load_experts(checkpoint, layer, config, backend),
             shared=shared,
             logits=Buffer("router_logits", (count,)),
             shared_out=Buffer("shared", (hidden,)),
@@ -78,7 +82,7 @@ class MixtureFeedForward:
         moe(x, logits, self.experts, self.routing, added=added, out=out, backend=self.backend)
 
 
-def _load_experts(checkpoint: Checkpoint, layer: int, config: ExpertsConfig) -> Experts:
+def _load_experts(checkpoint: Checkpoint, layer: int, config: ExpertsConfig, backend: Backend) -> Experts | GpuExperts:
     hidden, size = checkpoint.config.hidden_size, config.size
 
     def matrices(shapes: dict[str, tuple[int, int]]) -> Iterator[Weight]:
@@ -89,12 +93,15 @@ def _load_experts(checkpoint: Checkpoint, layer: int, config: ExpertsConfig) -> 
                 raise ModelError(f"{source}: gate and up of an expert must have one format")
             yield packed_together(parts, source)
 
-    def gathered(shapes: dict[str, tuple[int, int]]) -> ExpertMatrices:
+    def gathered(gather: Callable[[int, Iterator[Weight]], Gathered], shapes: dict[str, tuple[int, int]]) -> Gathered:
         try:
-            return ExpertMatrices.gather(config.num_experts, matrices(shapes), checkpoint.memory)
+            return gather(config.num_experts, matrices(shapes))
         except KernelError as error:
             name = checkpoint.tensor_name(next(iter(shapes)), layer, 0)
             raise ModelError(f"{checkpoint.label}: {name}: {error}") from None
 
-    gate_up = gathered({"expert_gate": (size, hidden), "expert_up": (size, hidden)})
-    return Experts(gate_up, gathered({"expert_down": (hidden, size)}))
+    gate_up, down = {"expert_gate": (size, hidden), "expert_up": (size, hidden)}, {"expert_down": (hidden, size)}
+    if backend is Backend.GPU:
+        return GpuExperts(gathered(GpuExpertMatrices.gather, gate_up), gathered(GpuExpertMatrices.gather, down))
+    gather = partial(ExpertMatrices.gather, memory=checkpoint.memory)
+    return Experts(gathered(gather, gate_up), gathered(gather, down))

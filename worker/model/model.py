@@ -26,6 +26,13 @@ class Model(Protocol):
     def forward(self, step: StepInput, pool: KvPool) -> torch.Tensor:
         """Logits float32 [num_logits, vocab] of the wanted rows; what later rows need of these is in the pool afterwards.
 
-        Not thread-safe: passes share their memory.
+        The step lies on the CPU, and so do they. Not thread-safe: passes share their memory.
+        """
+        ...
+
+    def prepare(self, pool: KvPool, max_sequences: int, step_tokens: int) -> None:
+        """Do now what would hold up the first passes over a pool: on a GPU kernels are compiled and passes recorded, on a CPU nothing is.
+
+        `step_tokens` is the most rows of a pass. Raises torch.OutOfMemoryError if the largest one doesn't fit.
         """
         ...

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 import torch
 
 from kernels.add_bias import add_bias
-from kernels.backend import Backend
+from kernels.backend import Backend, device_of
 from kernels.matmul import matmul
-from kernels.weights import Weight
+from kernels.weights import AnyWeight
 from worker.model.checkpoint import Checkpoint
-from worker.model.tensors import can_stack, packed, packed_together
+from worker.model.tensors import can_stack, placed
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
     """Matrices that share their input; they're one matrix where their formats allow it."""
 
-    parts: tuple[Weight, ...]
+    parts: tuple[AnyWeight, ...]
     bias: torch.Tensor | None  # float32 [sum of outs]
     backend: Backend
 
@@ -35,11 +35,13 @@ class Projection:
         parts = [checkpoint.matrix(role, layer, shape) for role, shape in shapes.items()]
         sources = [f"{checkpoint.label}: {checkpoint.tensor_name(role, layer)}" for role in shapes]
         biases = [checkpoint.vector(f"{role}_bias", layer, out) for role, (out, _) in shapes.items() if has_bias]
-        bias = torch.cat(biases) if biases else None
+        bias = torch.cat(biases).to(device_of(backend)) if biases else None
         if can_stack(parts):
-            return cls((packed_together(parts, sources[0], checkpoint.memory),), bias, backend)
-        separate = (packed(part, source, checkpoint.memory) for part, source in zip(parts, sources, strict=True))
-        return cls(tuple(separate), bias, backend)
+            return cls((placed(parts, sources[0], backend, checkpoint.memory),), bias, backend)
+        separate = zip(parts, sources, strict=True)
+        return cls(
+            tuple(placed([part], source, backend, checkpoint.memory) for part, source in separate), bias, backend
+        )
 
     @property
     def nbytes(self) -> int:
@@ -57,12 +59,13 @@ class Projection:
         return out
 
 
-def load_matrix(checkpoint: Checkpoint, role: str, shape: tuple[int, int]) -> Weight:
+def load_matrix(checkpoint: Checkpoint, role: str, shape: tuple[int, int], backend: Backend) -> AnyWeight:
     """A matrix that belongs to no layer."""
     rows = checkpoint.matrix(role, None, shape)
-    return packed(rows, f"{checkpoint.label}: {checkpoint.tensor_name(role, None)}", checkpoint.memory)
+    source = f"{checkpoint.label}: {checkpoint.tensor_name(role, None)}"
+    return placed([rows], source, backend, checkpoint.memory)
 
 
-def load_norm(checkpoint: Checkpoint, role: str, layer: int | None, size: int) -> torch.Tensor:
+def load_norm(checkpoint: Checkpoint, role: str, layer: int | None, size: int, backend: Backend) -> torch.Tensor:
     """The factors of a norm, float32 [size]."""
-    return checkpoint.vector(role, layer, size) + checkpoint.config.norm_offset
+    return (checkpoint.vector(role, layer, size) + checkpoint.config.norm_offset).to(device_of(backend))

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kernels.backend import Backend
+from kernels.backend import Backend, device_of
 from worker.model import qwen3
 from worker.model.attention import GroupedQueryAttention
 from worker.model.checkpoint import Checkpoint
@@ -44,13 +44,13 @@ def read_config(fields: Fields) -> ModelConfig:
 def build(checkpoint: Checkpoint, backend: Backend) -> Decoder:
     """Load all weights."""
     config = checkpoint.config
-    table = angle_table(config, checkpoint.rope_factors())
+    table = angle_table(config, checkpoint.rope_factors()).to(device_of(backend))
 
     def load_layer(index: int) -> Layer:
         return Layer(
-            attn_norm=load_norm(checkpoint, "attn_norm", index, config.hidden_size),
+            attn_norm=load_norm(checkpoint, "attn_norm", index, config.hidden_size, backend),
             attention=GroupedQueryAttention.load(checkpoint, index, table, backend),
-            ffn_norm=load_norm(checkpoint, "ffn_norm", index, config.hidden_size),
+            ffn_norm=load_norm(checkpoint, "ffn_norm", index, config.hidden_size, backend),
             feed_forward=load_feed_forward(checkpoint, index, backend),
         )
 

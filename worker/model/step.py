@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.kv_pool import AttentionRows, KvLayout
+from kernels.kv_pool import AttentionPlan, AttentionRows, KvLayout
 from kernels.seals import SealCheck
 from worker.model.config import ModelConfig
 from worker.model.errors import ModelError
@@ -21,11 +21,12 @@ class StepInput:
     row_sequence: torch.Tensor  # int32 [num_rows]
     logit_rows: torch.Tensor  # int64 [num_logits], rows whose logits are wanted
     seal_check: SealCheck | None = None
+    plan: AttentionPlan | None = None  # of a step that lies on a GPU
 
     @property
     def rows(self) -> AttentionRows:
         """What each row attends to."""
-        return AttentionRows(self.page_table, self.row_sequence, self.positions)
+        return AttentionRows(self.page_table, self.row_sequence, self.positions, self.plan)
 
     def check(self, layout: KvLayout, config: ModelConfig) -> None:
         """Raise an error if a row could read or write outside the pool, the vocabulary or the rotary table.

@@ -5,11 +5,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kernels.backend import Backend
 from kernels.errors import KernelError
 from kernels.gpu_weights import FP8_GROUP
 from kernels.huge_pages import WeightMemory
 from kernels.packing import PANEL_ROWS, all_finite, elements_shape, quantized_shape
-from kernels.weights import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, Weight
+from kernels.placement import place
+from kernels.weights import AnyWeight, DenseWeight, Fp8Weight, Int4Weight, Int8Weight, Weight
 from worker.model.errors import ModelError
 
 
@@ -124,7 +126,7 @@ def is_finite(rows: Rows) -> bool:
 
 
 def packed(rows: Rows, source: str, memory: WeightMemory | None = None) -> Weight:
-    """The matrix as kernels read it, in this memory. Raises ModelError if its format can't be used; `source` names file and tensor."""
+    """The matrix as a CPU's kernels read it, in this memory. Raises ModelError if its format can't be used; `source` names file and tensor."""
     return packed_together([rows], source, memory)
 
 
@@ -166,6 +168,11 @@ def _packed(rows: Rows, out: torch.Tensor) -> Weight:
         minimum = torch.zeros_like(rows.scale) if rows.minimum is None else rows.minimum
         return Int4Weight.from_pairs(rows.codes, rows.scale, minimum, rows.group_size, rows.order, out)
     return Int8Weight.from_codes(rows.codes, rows.scale, rows.minimum, rows.group_size, rows.order, out)
+
+
+def placed(parts: Sequence[Rows], source: str, backend: Backend, memory: WeightMemory) -> AnyWeight:
+    """The same where this backend's kernels read it. For a GPU that's not `memory`: what a matrix was made of is free again when this returns."""
+    return place(packed_together(parts, source, None if backend is Backend.GPU else memory), backend)
 
 
 def _format(rows: Rows) -> tuple[object, ...]:

@@ -23,9 +23,9 @@ class Workspace:
         self.num_rows = num_rows
 
     @classmethod
-    def allocate(cls, buffers: Iterable[Buffer], num_rows: int) -> "Workspace":
+    def allocate(cls, buffers: Iterable[Buffer], num_rows: int, device: torch.device) -> "Workspace":
         """Memory for as many rows."""
-        memory = {buffer: torch.empty(num_rows, *buffer.shape, dtype=buffer.dtype) for buffer in buffers}
+        memory = {buffer: torch.empty(num_rows, *buffer.shape, dtype=buffer.dtype, device=device) for buffer in buffers}
         return cls(memory, num_rows)
 
     def __getitem__(self, buffer: Buffer) -> torch.Tensor:

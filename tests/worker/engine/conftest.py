@@ -36,9 +36,10 @@ class Lab:
     ) -> Engine:  # fmt: skip
         num_pages = kv_tokens // page_size
         secret = b"seal" * 8 if integrity in ("seal", "full") else None
-        kv = KvPool.allocate(self.loaded.kv_layout(num_pages, page_size, kv_dtype), seal_secret=secret)
+        layout, backend = self.loaded.kv_layout(num_pages, page_size, kv_dtype), self.loaded.backend
+        kv = KvPool.allocate(layout, seal_secret=secret, backend=backend)
         parts = EngineParts(
-            executor=ModelExecutor(self.loaded.model, kv, resolve("cpu"), checks_reads=integrity == "full"),
+            executor=ModelExecutor(self.loaded.model, kv, backend, checks_reads=integrity == "full"),
             namespaces=NamespaceRing(b"s" * 32, self.loaded.digest, kv_dtype),
             token_bytes=self.token_bytes,
             eos_token_ids=frozenset(self.loaded.tokenizer.eos_token_ids),

@@ -274,7 +274,8 @@ class PagedRun:
     pool: KvPool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pool = KvPool.allocate(self.loaded.kv_layout(self.num_pages, self.page_size, self.dtype))
+        layout = self.loaded.kv_layout(self.num_pages, self.page_size, self.dtype)
+        self.pool = KvPool.allocate(layout, backend=self.loaded.backend)
         # A stale page must not matter.
         self.pool.stored_k.view(torch.uint8).fill_(0x7F if self.dtype == "fp8" else 0xFF)
         self.pool.v.view(torch.uint8).fill_(0x7F if self.dtype == "fp8" else 0xFF)

@@ -1,27 +1,37 @@
-"""Padded decode steps in fixed buffers, through real kernels in Triton's interpreter: there is no GPU to record a graph on."""
+"""Padded decode steps at fixed addresses, through real kernels in Triton's interpreter: there is no GPU to record a graph on.
+
+What stands in for a graph is the call that would have been recorded, which reads and writes where it did the first time.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from kernels.backend import Backend
 from kernels.embedding import embedding
-from kernels.kv_pool import AttentionRows, KvLayout, KvPool
+from kernels.kv_pool import KvLayout, KvPool
 from kernels.kv_write import kv_write
 from kernels.matmul import matmul
 from kernels.paged_attention import paged_attention
 from kernels.placement import place
-from kernels.rotary.gpu import rotary_gpu
+from kernels.rotary import rotary
 from kernels.rotary.ref import rotary_table
 from kernels.weights import Int4Weight, Int8Weight
-from worker.model.cuda_graphs import DecodeGraphs, step_rows
+from worker.model.cuda_graphs import DecodeGraphs, recorder
 from worker.model.step import StepInput
+from worker.model.step_memory import StepShape, padding_step, send
 
-GPU = Backend.GPU
+GPU, CPU = Backend.GPU, torch.device("cpu")
 HEADS, DIM, HIDDEN, VOCABULARY = 2, 16, 32, 20
 PAGE, PAGES = 8, 12
 
+pytestmark = pytest.mark.usefixtures("ordered_products")
 
-def step_of(positions: list[int], tables: list[list[int]]) -> StepInput:
+
+def step_of(positions: list[int], tables: list[list[int]], wanted: list[int] | None = None) -> StepInput:
     """A decode step with one row for each sequence."""
     count = len(positions)
     slots = [
@@ -33,8 +43,17 @@ def step_of(positions: list[int], tables: list[list[int]]) -> StepInput:
         slots=torch.tensor(slots),
         page_table=torch.tensor(tables, dtype=torch.int32),
         row_sequence=torch.arange(count, dtype=torch.int32),
-        logit_rows=torch.arange(count),
+        logit_rows=torch.arange(count) if wanted is None else torch.tensor(wanted, dtype=torch.int64),
     )
+
+
+def on_device(step: StepInput) -> StepInput:
+    """The step as an op by op pass sees it, not padded at all."""
+    plan = step.rows.planned()
+    shape = StepShape.of(step, plan, step.page_table.shape[1])
+    memory = torch.full((shape.num_bytes,), 0xAA, dtype=torch.uint8)
+    send(step, plan, shape, memory)
+    return shape.seen_in(memory)
 
 
 class OneLayer:
@@ -51,58 +70,181 @@ class OneLayer:
         numbers = torch.randint(-128, 128, (VOCABULARY, HIDDEN), dtype=torch.int8)
         self.head = place(Int8Weight.from_codes(numbers, torch.rand(VOCABULARY, 1).half() / 100, None, 32), GPU)
         self.table = rotary_table(torch.rand(DIM // 2), PAGES * PAGE)
+        self.memory = torch.full((16, VOCABULARY), float("nan"))
+        self.seen: list[StepInput] = []
 
-    def __call__(self, step: StepInput, rows: AttentionRows) -> torch.Tensor:
-        """Logits of all rows."""
+    def __call__(self, step: StepInput) -> torch.Tensor:
+        """Logits of the wanted rows."""
+        self.seen.append(step)
         qkv = matmul(embedding(step.token_ids, self.head, backend=GPU), self.qkv, backend=GPU).view(-1, 3, HEADS, DIM)
         q, k, v = qkv.unbind(dim=1)
         for heads in (q, k):
-            # Not the public function: on CPU tensors it looks at positions, and refuses those of padding.
-            rotary_gpu(heads, step.positions, self.table)
+            rotary(heads, step.positions, self.table, backend=GPU)
         kv_write(k, v, step.slots, self.pool, 0, backend=GPU)
-        attended = paged_attention(q, self.pool, 0, rows, softmax_scale=0.25, backend=GPU)
-        return matmul(attended.flatten(1), self.head, backend=GPU)
+        attended = paged_attention(q, self.pool, 0, step.rows, softmax_scale=0.25, backend=GPU)
+        x = attended.flatten(1)[step.logit_rows]
+        return matmul(x, self.head, self.memory[: len(x)], backend=GPU)
+
+
+def run(graphs: DecodeGraphs, step: StepInput) -> torch.Tensor:
+    """A step that must be taken."""
+    plan = step.rows.planned()
+    assert graphs.takes(step, plan)
+    return graphs.run(step, plan).clone()
+
+
+def graphs_of(compute: OneLayer, **options) -> DecodeGraphs:
+    """For up to eight rows and all pages."""
+    return DecodeGraphs(compute, 8, PAGES, CPU, **options)
 
 
 def test_padding_changes_no_bit_and_no_page():
     """Three rows padded to four, with a page table padded to sixteen, give the logits and the pages of the three."""
     alone, padded = OneLayer(), OneLayer()
     step = step_of([20, 0, 9], [[3, 5, 1], [7, 0, 0], [2, 8, 0]])
-    expected = alone(step, step_rows(step).to(torch.device("cpu")))
-    graphs = DecodeGraphs(padded, 8, torch.device("cpu"))
-    assert torch.equal(expected, graphs.run(step))
+    expected = alone(on_device(step))
+    assert torch.equal(expected, run(graphs_of(padded), step))
     assert torch.equal(alone.pool.k, padded.pool.k)
     assert torch.equal(alone.pool.v, padded.pool.v)
 
 
-def test_buffers_hold_nothing_of_the_step_before():
-    """After a step of four rows, one of three in the same buffers computes and stores its own rows only."""
+def test_the_memory_holds_nothing_of_the_step_before():
+    """After a step of four rows, one of three in the same memory computes and stores its own rows only; so does one of another shape."""
     alone, used = OneLayer(), OneLayer()
-    before, step = (
+    before, step, one = (
         step_of([20, 0, 9, 4], [[3, 5, 1], [7, 0, 0], [2, 8, 0], [9, 0, 0]]),
         step_of([21, 1, 10], [[3, 5, 1], [7, 0, 0], [2, 8, 0]]),
+        step_of([5], [[9]]),
     )
-    graphs = DecodeGraphs(used, 8, torch.device("cpu"))
-    graphs.run(before)
+    graphs = graphs_of(used)
+    run(graphs, before)
     pages = used.pool.k[:, 9].clone()
-    alone(before, step_rows(before).to(torch.device("cpu")))
-    expected = alone(step, step_rows(step).to(torch.device("cpu")))
-    assert torch.equal(expected, graphs.run(step))
+    alone(on_device(before))
+    assert torch.equal(alone(on_device(step)).clone(), run(graphs, step))
     assert torch.equal(pages, used.pool.k[:, 9])
+    assert torch.equal(alone(on_device(one)).clone(), run(graphs, one))
+    assert torch.equal(alone.pool.k, used.pool.k)
+
+
+def test_some_rows_logits():
+    """Only the wanted rows' logits come back, in the order asked for; none, if none is wanted."""
+    layer = OneLayer()
+    graphs = graphs_of(layer)
+    tables = [[3, 5, 1], [7, 0, 0], [2, 8, 0]]
+    every = run(graphs, step_of([20, 0, 9], tables))
+    assert torch.equal(every[[2, 0]], run(graphs, step_of([20, 0, 9], tables, [2, 0])))
+    assert (0, VOCABULARY) == tuple(run(graphs, step_of([20, 0, 9], tables, [])).shape)
+
+
+def test_a_graph_reads_where_it_was_recorded():
+    """Each shape is recorded once, after a call that compiles what it needs, and never sees its step anywhere else."""
+    layer, replays = OneLayer(), []
+
+    def record(call: Callable[[], object]) -> Callable[[], object]:
+        call()
+        return lambda: replays.append(call)
+
+    graphs = graphs_of(layer, record=record)
+    for positions in ([20, 0, 9], [21, 1, 10], [22, 2, 11]):
+        run(graphs, step_of(positions, [[3, 5, 1], [7, 0, 0], [2, 8, 0]]))
+    assert 2 == len(layer.seen)
+    assert 3 == len(replays)
+    first, second = (vars_of(step) for step in layer.seen)
+    assert first == second
+    assert [22, 2, 11, -1] == layer.seen[0].positions.tolist()
+
+
+def vars_of(step: StepInput) -> dict[str, int]:
+    """Where a step's numbers are."""
+    return {
+        name: getattr(step, name).data_ptr()
+        for name in ("token_ids", "positions", "slots", "page_table", "row_sequence", "logit_rows")
+    }
+
+
+def test_a_recorder_asks_torch_for_what_torch_has(monkeypatch):
+    """One pool of memory for all graphs, calls made while recording, and arguments that torch's own context takes. What it records only a GPU can tell."""
+    contexts, graphs = [], []
+    signature = inspect.signature(torch.cuda.graph)
+
+    @contextmanager
+    def recording(*args: object, **options: object) -> Iterator[None]:
+        contexts.append(signature.bind(*args, **options).arguments)
+        yield
+        contexts.append("end")
+
+    class Graph:
+        def __init__(self) -> None:
+            graphs.append(self)
+
+        def replay(self) -> str:
+            return "replayed"
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    record = recorder(torch.device("cuda"))
+    replays = [record(lambda: contexts.append("called")) for _ in range(2)]
+    first, second = ({"cuda_graph": graph, "pool": (0, 7), "capture_error_mode": "thread_local"} for graph in graphs)
+    assert [first, "called", "end", second, "called", "end"] == contexts
+    assert ["replayed"] * 2 == [replay() for replay in replays]
+
+
+def test_preparing_changes_no_page():
+    """All numbers of rows and all widths are recorded between them, from padding."""
+    layer, recorded = OneLayer(), []
+    layer.pool = KvPool.allocate(KvLayout(1, 100, HEADS, DIM, PAGE, "fp8"), backend=GPU)
+    before = layer.pool.k.clone()
+    graphs = DecodeGraphs(layer, 5, 100, CPU, record=lambda call: recorded.append(call) or call)
+    graphs.prepare()
+    shapes = {tuple(step.page_table.shape) for step in layer.seen}
+    assert {(rows, 16) for rows in (1, 2, 4, 8)} | {(1, width) for width in (32, 64, 128)} | {(8, 128)} == shapes
+    assert len(shapes) == len(recorded)
+    assert torch.equal(before, layer.pool.k)
+    run(graphs, step_of([20, 0, 9], [[3, 5, 1], [7, 0, 0], [2, 8, 0]]))
+    assert len(shapes) == len(recorded)
 
 
 @pytest.mark.parametrize(
-    ("rows", "sequences", "wanted", "expected"),
-    [(3, 3, 3, True), (1, 1, 1, True), (4, 3, 3, False), (3, 3, 1, False), (9, 9, 9, False), (8, 8, 8, True)],
-)
-def test_only_decode_steps_are_taken(rows, sequences, wanted, expected):
-    """Prompts, unwanted logits and more rows than there may be go another way."""
+    ("rows", "sequences", "wanted", "pages", "expected"),
+    [
+        (3, 3, 3, 2, True), (1, 1, 1, 2, True), (4, 3, 3, 2, False), (3, 3, 1, 2, True), (9, 9, 9, 2, False), (8, 8, 8, 2, True),
+        (2, 3, 2, 2, False), (2, 2, 2, 16, True), (2, 2, 2, 17, False),
+    ],
+)  # fmt: skip
+def test_only_decode_steps_are_taken(rows, sequences, wanted, pages, expected):
+    """Prompts, sequences without a row, more rows or pages than there may be go another way."""
     step = StepInput(
         token_ids=torch.zeros(rows, dtype=torch.int64),
         positions=torch.zeros(rows, dtype=torch.int32),
         slots=torch.zeros(rows, dtype=torch.int64),
-        page_table=torch.zeros(sequences, 2, dtype=torch.int32),
-        row_sequence=torch.zeros(rows, dtype=torch.int32),
+        page_table=torch.zeros(sequences, pages, dtype=torch.int32),
+        row_sequence=torch.arange(rows, dtype=torch.int32).clamp(max=sequences - 1),
         logit_rows=torch.arange(wanted),
     )
-    assert expected is DecodeGraphs(OneLayer(), 8, torch.device("cpu")).takes(step)
+    assert expected is graphs_of(OneLayer()).takes(step, step.rows.planned())
+
+
+def test_a_step_fits_its_shape_whatever_was_there():
+    """Every number arrives, everything beyond it is padding, and each kind begins at a multiple of 64 bytes."""
+    step = padding_step(7, 2, 3)
+    step.positions.copy_(torch.arange(7))
+    step.slots.copy_(torch.arange(7) * 5)
+    step.page_table.copy_(torch.arange(9).view(3, 3))
+    plan = step.rows.planned()
+    assert ([[0, 1], [1, 1]], [[2, 5]]) == (plan.singles.tolist(), plan.tiles.tolist())
+    shape = StepShape(9, 4, 16, 8, 3, 1)
+    memory = torch.full((shape.num_bytes + 8,), 0xAA, dtype=torch.uint8)
+    send(step, plan, shape, memory)
+    seen = shape.seen_in(memory)
+    assert [*range(7), -1, -1] == seen.positions.tolist()
+    assert [0, 5, 10, 15, 20, 25, 30, -1, -1] == seen.slots.tolist()
+    assert [0, 1, 2, 2, 2, 2, 2, 0, 0] == seen.row_sequence.tolist()
+    assert [0, 1, 2, 3, 4, 5, 6, 0] == seen.logit_rows.tolist()
+    assert [[0, 1], [1, 1], [2, 1]] == seen.plan.singles.tolist()
+    assert [[2, 5]] == seen.plan.tiles.tolist()
+    assert step.page_table.tolist() == seen.page_table[:3, :3].tolist()
+    assert 36 == int(seen.page_table.sum())
+    assert bool((memory[shape.num_bytes :] == 0xAA).all())
+    places = [*vars_of(seen).values(), seen.plan.singles.data_ptr(), seen.plan.tiles.data_ptr()]
+    assert {0} == {(place - memory.data_ptr()) % 64 for place in places}

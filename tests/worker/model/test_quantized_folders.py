@@ -132,6 +132,34 @@ def quantize(folder: Path, model: LlamaForCausalLM, name: str, plain: str = "no 
     (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": config}), encoding="utf-8")
 
 
+def test_what_a_gpu_has_no_kernel_for_is_refused_by_name(
+    llama_in_transformers: Make, folder_of: Make, tiny_models: ModuleType, tmp_path: Path
+) -> None:
+    """An embedding with act-order, and experts in 8-bit floats, which other backends take."""
+    folder = folder_of(llama_in_transformers())
+    quantize(folder, llama_in_transformers(), "gptq")
+    tensors, name = load_file(folder / SINGLE), "model.embed_tokens.weight"
+    parts = _gptq(tensors.pop(name).double().numpy())[0]
+    tensors |= {name.removesuffix("weight") + part: parts[part] for part in ("qweight", "qzeros", "g_idx", "scales")}
+    save_file(tensors, folder / SINGLE)
+    load_model(folder, Backend.REF)
+    with pytest.raises(ModelError, match=r"embed_tokens.weight: an embedding .* is not supported on a GPU$"):
+        load_model(folder, Backend.GPU)
+
+    model = tiny_models.make("qwen3_moe", num_hidden_layers=1, mlp_only_layers=[])
+    mixture = tiny_models.save(model, tmp_path / "mixture")
+    tensors = load_file(mixture / SINGLE)
+    for full in [name for name in tensors if ".experts." in name]:
+        parts = _fp8(tensors.pop(full).double().numpy())[0]
+        tensors |= {full.removesuffix("weight") + suffix: tensor for suffix, tensor in parts.items()}
+    save_file(tensors, mixture / SINGLE)
+    settings = json.loads((mixture / "config.json").read_text(encoding="utf-8"))
+    (mixture / "config.json").write_text(json.dumps(settings | {"quantization_config": FORMATS["fp8"][1]}))
+    load_model(mixture, Backend.REF)
+    with pytest.raises(ModelError, match=r"experts\.0\.gate_proj.*experts of 8-bit floats are not supported on GPUs$"):
+        load_model(mixture, Backend.GPU)
+
+
 def _matrices(part: Any) -> list[Any]:
     """The matrices of layers, or of their parts."""
     if isinstance(part, Projection):

@@ -1,0 +1,117 @@
+"""Everything that a model computes with lies on the device, and nothing in a pass looks at a number there.
+
+The device is torch's "meta", whose tensors have shapes and no numbers: a look raises an error, as does a tensor that was left on the CPU.
+Kernels aren't started.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime import interpreter
+
+import kernels.backend
+import kernels.placement
+from kernels.backend import Backend
+from kernels.kv_pool import KvPool
+from worker.model import architectures
+from worker.model.device_steps import DeviceSteps
+from worker.model.load import LoadedModel, load_model
+from worker.model.step import StepInput
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+NUM_PAGES, MAX_SEQUENCES, STEP_TOKENS = 80, 5, 40
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3", "glm4_moe", "deepseek_v3", "glm_moe_dsa")
+
+
+class OneDevice(TorchDispatchMode):
+    """No op may take tensors of two devices, but for copies."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        devices = {tensor.device for tensor in tensors}
+        assert len(devices) < 2 or func is torch.ops.aten.copy_.default, func
+        return func(*args, **(kwargs or {}))
+
+
+def _replace_everywhere(patch: pytest.MonkeyPatch, name: str, old: object, new: object) -> None:
+    """In all modules that have it under this name."""
+    for module in [module for key, module in sys.modules.items() if key.startswith(("kernels.", "worker."))]:
+        if getattr(module, name, None) is old:
+            patch.setattr(module, name, new)
+
+
+@pytest.fixture(scope="module")
+def meta_gpu() -> Iterator[None]:
+    """A Hopper that holds no numbers, and on which kernels start and do nothing. Matrices are laid out on the CPU first."""
+    place = kernels.placement.place
+
+    def place_on_meta(weight: object, backend: Backend) -> object:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(kernels.placement, "device_of", lambda backend: CPU)
+            placed = place(weight, backend)
+        parts = {field.name: getattr(placed, field.name) for field in dataclasses.fields(placed)}
+        return dataclasses.replace(
+            placed, **{name: part.to(META) for name, part in parts.items() if isinstance(part, torch.Tensor)}
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        on_meta = {Backend.GPU: META}
+        _replace_everywhere(patch, "place", place, place_on_meta)
+        _replace_everywhere(patch, "device_of", kernels.backend.device_of, lambda backend: on_meta.get(backend, CPU))
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+        patch.setattr(interpreter.GridExecutor, "__call__", lambda *args, **options: None)
+        yield
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def loaded(
+    request: pytest.FixtureRequest, meta_gpu: None, tiny_models: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> LoadedModel:
+    """A tiny model of each family."""
+    model = tiny_models.make(request.param)
+    folder: Path = tiny_models.save(model, tmp_path_factory.mktemp(request.param), torch.bfloat16)
+    return load_model(folder, Backend.GPU)
+
+
+def test_nothing_is_looked_at(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preparing, a mixed step of prompts and decode rows, and decode steps of some sequences run without a number."""
+    fetched: list[tuple[int, list[torch.Size]]] = []
+
+    def note(self: DeviceSteps, parts: Any, num_rows: int) -> None:
+        fetched.append((num_rows, [part.shape for part in parts]))
+
+    monkeypatch.setattr(DeviceSteps, "_fetched", note)
+    pool = KvPool.allocate(loaded.kv_layout(NUM_PAGES, 16, "fp8"), backend=Backend.GPU)
+    assert META == pool.k.device
+    with OneDevice():
+        loaded.model.prepare(pool, MAX_SEQUENCES, STEP_TOKENS)
+        fetched.clear()
+        loaded.model.forward(_step([20, 1, 1], [19, 20, 21]), pool)
+        loaded.model.forward(_step([1, 1, 1], [0, 1, 2]), pool)
+    vocab = loaded.config.vocab_size
+    assert [(3, [(3, vocab)]), (3, [(3, vocab)])] == [(count, [tuple(s) for s in shapes]) for count, shapes in fetched]
+
+
+def _step(counts: list[int], logit_rows: list[int]) -> StepInput:
+    """Sequences with so many rows each, of two pages."""
+    rows = sum(counts)
+    positions = torch.cat([torch.arange(count, dtype=torch.int32) for count in counts])
+    sequences = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+    table = torch.arange(2 * len(counts), dtype=torch.int32).view(-1, 2)
+    slots = table[sequences.long(), positions.long() // 16].long() * 16 + positions % 16
+    return StepInput(torch.zeros(rows, dtype=torch.int64), positions, slots, table, sequences, torch.tensor(logit_rows))
+
+
+def test_every_way_to_build_a_model_is_here() -> None:
+    """One that is added is tested here too."""
+    known = architectures._ARCHITECTURES
+    assert {one.build for one in known.values()} == {known[family].build for family in FAMILIES}

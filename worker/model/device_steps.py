@@ -1,0 +1,95 @@
+"""Forward passes on a GPU: a step goes there in one copy, its logits come back in one, and nobody waits for the device in between.
+
+Decode steps run as recorded graphs, others one op at a time. Steps are checked on the CPU; what is on the device is never looked at.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from kernels.kv_pool import KvPool
+from worker.model.cuda_graphs import FEWEST_PAGES, Compute, DecodeGraphs, power_of_two
+from worker.model.errors import ModelError
+from worker.model.step import StepInput
+from worker.model.step_memory import StepShape, padding_step, send
+from worker.model.workspace import Workspace
+
+MAX_ROWS = 64  # of a recorded step, unless it's known how many sequences there may be
+_LOGITS_AT_ONCE = 256  # rows: those of all of a prompt would take gigabytes
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a pass consists of. `logits` writes to its second argument if there is one."""
+
+    hidden: Callable[[StepInput, KvPool, Workspace], torch.Tensor]  # float32 [num_logits, hidden] of the wanted rows
+    logits: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # float32 [rows, hidden] -> [rows, vocab]
+    allocate: Callable[[int], Workspace]
+    vocab_size: int
+    context_length: int
+
+
+class DeviceSteps:
+    """The passes over one pool. Not thread-safe, as their memory is shared."""
+
+    def __init__(self, parts: Parts, pool: KvPool, device: torch.device, max_rows: int = MAX_ROWS) -> None:
+        self.pool = pool
+        self._parts = parts
+        self._device = device
+        self._max_rows = power_of_two(max_rows)
+        self._max_pages = min(pool.layout.num_pages, -(-parts.context_length // pool.layout.page_size))
+        self._workspace = parts.allocate(0)
+        self._graphs = DecodeGraphs(
+            _decode(parts, pool, device, self._max_rows), self._max_rows, self._max_pages, device
+        )
+
+    def run(self, step: StepInput) -> torch.Tensor:
+        """Logits of the wanted rows, float32 [num_logits, vocab] on the CPU; so is the step, which has been checked. Raises ModelError."""
+        if step.seal_check is not None:
+            raise ModelError("forward: passes on a GPU verify no seals")
+        plan = step.rows.planned()
+        if self._graphs.takes(step, plan):
+            return self._fetched([self._graphs.run(step, plan)], len(step.logit_rows))
+        # A width of whole tiles of pages: for others, kernels would be compiled once more.
+        shape = StepShape.of(step, plan, -(-step.page_table.shape[1] // FEWEST_PAGES) * FEWEST_PAGES)
+        memory = torch.empty(shape.num_bytes, dtype=torch.uint8, device=self._device)
+        send(step, plan, shape, memory)
+        if self._workspace.num_rows < shape.num_rows:
+            self._workspace = self._parts.allocate(shape.num_rows)
+        x = self._parts.hidden(shape.seen_in(memory), self.pool, self._workspace.first(shape.num_rows))
+        return self._fetched((self._parts.logits(rows, None) for rows in torch.split(x, _LOGITS_AT_ONCE)), len(x))
+
+    def prepare(self, step_tokens: int) -> None:
+        """Compile kernels, record graphs, and touch the memory of the largest step: with padding, which changes no page.
+
+        Kernels come in variants for few rows and many, so each power of two is tried. Raises torch.OutOfMemoryError.
+        """
+        self.run(padding_step(step_tokens, min(self._max_rows, step_tokens) - 1, self._max_pages))
+        for exponent in reversed(range((step_tokens - 1).bit_length())):
+            self.run(padding_step(1 << exponent, 0, 1))
+        self._graphs.prepare()
+
+    def _fetched(self, parts: Iterable[torch.Tensor], num_rows: int) -> torch.Tensor:
+        """Parts of the logits, which are on the device, as one tensor on the CPU. Waits until everything that was started is done."""
+        is_gpu = self._device.type == "cuda"
+        logits = torch.empty(num_rows, self._parts.vocab_size, dtype=torch.float32, pin_memory=is_gpu)
+        first = 0
+        for part in parts:
+            logits[first : first + len(part)].copy_(part, non_blocking=True)
+            first += len(part)
+        if is_gpu:
+            torch.cuda.current_stream(self._device).synchronize()
+        return logits
+
+
+def _decode(parts: Parts, pool: KvPool, device: torch.device, max_rows: int) -> Compute:
+    """What is recorded. It computes in memory of its own, which stays where it is, and holds nothing that holds the graphs."""
+    workspace = parts.allocate(max_rows)
+    logits = torch.empty(max_rows, parts.vocab_size, dtype=torch.float32, device=device)
+
+    def compute(step: StepInput) -> torch.Tensor:
+        num_rows = len(step.token_ids)
+        return parts.logits(parts.hidden(step, pool, workspace.first(num_rows)), logits[:num_rows])
+
+    return compute
