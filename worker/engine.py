@@ -27,6 +27,7 @@ from protocol.replies import (
 from protocol.routing import RoutingKeys
 from worker.cache.namespace import Namespace, NamespaceRing
 from worker.cache.page_cache import Lease, PageCache
+from worker.errors import DeviceLostError
 from worker.executor import ChunkResult, Executor, StepBatch, prompt_logit_positions
 from worker.integrity import Integrity
 from worker.outgoing import Outgoing
@@ -241,9 +242,11 @@ class Engine:
         return self._parts.executor.build(sound) if sound else None
 
     def _execute(self, batch: StepBatch) -> list[ChunkResult] | None:
-        """The forward pass. An error in it is the batch's, not the worker's: its requests end, the others go on."""
+        """The forward pass. An error in it is the batch's, not the worker's: its requests end, the others go on. Raises DeviceLostError."""
         try:
             return self._parts.executor.run(batch, self.cache.pool)
+        except DeviceLostError:
+            raise
         except Exception as error:
             _log.exception("forward_failed", error=type(error).__name__, num_sequences=len(batch.chunks))
             for chunk in batch.chunks:

@@ -4,6 +4,7 @@ The engine touches no event loop and the event loop never waits for the engine. 
 at its next step instead of piling up replies.
 """
 
+import asyncio
 import queue
 import threading
 import time
@@ -98,7 +99,8 @@ class EngineThread:
         self._deliver = deliver
         self._commands: queue.Queue[_Command] = queue.Queue(MAX_COMMANDS)
         self._unpublished = threading.BoundedSemaphore(MAX_UNPUBLISHED_STEPS)
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
+        self._end: Future[Exception | None] = Future()
         self._busy_since: float | None = None
         self._events: deque[IntegrityEvent] = deque(maxlen=MAX_EVENTS)
         self.gauges = self._read_gauges()
@@ -106,6 +108,15 @@ class EngineThread:
     def start(self) -> None:
         """Begin to take commands."""
         self._thread.start()
+
+    async def ended(self) -> None:
+        """Wait until the thread has ended."""
+        await asyncio.shield(asyncio.wrap_future(self._end))
+
+    @property
+    def failure(self) -> Exception | None:
+        """What ended the thread, if it wasn't told to end."""
+        return self._end.result() if self._end.done() else None
 
     def submit(self, job: Job) -> None:
         """Hand over a job."""
@@ -156,6 +167,14 @@ class EngineThread:
         """End the thread after what was commanded before."""
         self._commands.put_nowait(_Stop())
         self._thread.join(timeout_s)
+
+    def _live(self) -> None:
+        failure = None
+        try:
+            self._run()
+        except Exception as error:
+            failure = error
+        self._end.set_result(failure)
 
     def _run(self) -> None:
         while self._obey(wait=not self._engine.has_work):

@@ -2,6 +2,7 @@
 
     WorkerError
     |-- SettingsError      a setting that cannot work; names it
+    |-- DeviceLostError    the GPU can't be used by this process any more
     `-- RedisSetupError    the Redis behind the URL can't be used
 
 `worker.model.errors.ModelError` is about checkpoints.
@@ -18,3 +19,7 @@ class SettingsError(WorkerError):
 
 class RedisSetupError(WorkerError):
     """Redis is unreachable at start, or configured so that it would lose jobs."""
+
+
+class DeviceLostError(WorkerError):
+    """A GPU failed in a way after which nothing that this process asks of it succeeds: another process may fare better."""

@@ -65,7 +65,7 @@ class Executor(Protocol):
         ...
 
     def run(self, batch: StepBatch, pool: PagePool) -> list[ChunkResult]:
-        """Compute and sample; one result for each chunk, in their order. Whatever it raises is the batch's error."""
+        """Compute and sample; one result for each chunk, in their order. Whatever it raises but DeviceLostError is the batch's error."""
         ...
 
     def scrub(self, page: PageId) -> None:

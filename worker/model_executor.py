@@ -10,6 +10,7 @@ from kernels.backend import Backend
 from kernels.kv_pool import KvPool
 from worker.batch import Batch, build_batch
 from worker.cache.page_pool import PageId, PagePool
+from worker.errors import DeviceLostError
 from worker.executor import BadPage, ChunkResult, StepBatch, prompt_logit_positions
 from worker.model.model import Model
 from worker.model.step import StepInput
@@ -27,7 +28,7 @@ class ModelExecutor:
     def __init__(self, model: Model, kv: KvPool, backend: Backend, *, checks_reads: bool = False) -> None:
         self.model = model
         self.kv = kv
-        self._backend = backend
+        self.backend = backend
         self._checks_reads = checks_reads
         self._keeper = SealKeeper(kv, backend) if kv.seals is not None else None
 
@@ -48,17 +49,20 @@ class ModelExecutor:
 
     def build(self, chunks: ListLike[Chunk]) -> Batch:
         """The tensors of one forward pass."""
-        return build_batch(chunks, self.page_size, self._backend)
+        return build_batch(chunks, self.page_size, self.backend)
 
     def run(self, batch: StepBatch, pool: PagePool) -> list[ChunkResult]:
-        """Seal what the step writes to, forward, then sample all due rows of sequences whose pages were found sound."""
+        """Seal what the step writes to, forward, then sample all due rows of sequences whose pages were found sound. Raises DeviceLostError."""
         assert isinstance(batch, Batch)
         step = batch.step
         if self._keeper is not None:
             self._keeper.carry_out(plan_seals(batch.chunks, pool, self.page_size))
             if self._checks_reads:
                 step = replace(step, seal_check=self._keeper.check_for(batch.chunks, step.page_table))
-        logits = self.model.forward(step, self.kv)
+        try:
+            logits = self.model.forward(step, self.kv)
+        except torch.AcceleratorError as error:
+            raise DeviceLostError(f"the GPU failed: {str(error).partition(chr(10))[0]}") from error
         return _results(batch, logits, _violations(step, len(batch.chunks)))
 
     def verify(self, pages: ListLike[PageId], keys: ListLike[int]) -> list[int]:
@@ -87,7 +91,9 @@ def _results(batch: Batch, logits: torch.Tensor, violations: list[BadPage | None
     prompt_part, sample_part = _split_rows(batch)
     ends = [i for i, chunk in enumerate(batch.chunks) if chunk.is_last]
     due = [(row, i) for row, i in zip(sample_part, ends, strict=True) if violations[i] is None]
-    sampled = sample(logits[[row for row, _ in due]], [batch.chunks[i].sequence.sampler for _, i in due])
+    due_rows = [row for row, _ in due]
+    wanted = logits if due_rows == list(range(len(logits))) else logits[due_rows]
+    sampled = sample(wanted, [batch.chunks[i].sequence.sampler for _, i in due])
     by_chunk = {i: result for (_, i), result in zip(due, sampled, strict=True)}
     return [
         ChunkResult(violation=bad)

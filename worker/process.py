@@ -41,7 +41,7 @@ CANCEL_AGAIN_S = 0.2
 
 
 async def run(settings: WorkerSettings, tracer: Any | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. Raises WorkerError, ModelError or KernelError if it cannot start."""
+    """Serve until SIGTERM or SIGINT. Raises WorkerError, ModelError or KernelError if it cannot start, or go on."""
     stopping = _Signals()
     sys.setswitchinterval(THREAD_SWITCH_S)
     prepare = _preparation(settings)
@@ -121,7 +121,7 @@ class _Worker:
         self._loop = asyncio.get_running_loop()
 
     async def serve(self, stopping: _Signals) -> None:
-        """Take jobs until told to stop, then drain. An error in one of the tasks ends the worker."""
+        """Take jobs until told to stop, then drain. An error in one of the tasks ends the worker, and one of the engine, which is raised."""
         self._engine.start()
         await self._heartbeat.beat()
         _log.info("worker_ready", worker_id=self._settings.worker_id, model=self._model)
@@ -143,14 +143,23 @@ class _Worker:
                 others.append(tasks.create_task(control.run(), name="faults"))
             if self._settings.routing_key:
                 others.append(tasks.create_task(self._prefixes.run(), name="prefixes"))
-            await stopping.wait()
-            self._is_draining = True
-            self._consumer.stop()
-            await asyncio.wait([consuming])
-            await self._say_full()
-            await self._drain(stopping)
-            await _cancel(others)
+            await _first_of(stopping.wait(), self._engine.ended())
+            if self._engine.failure is not None:
+                await _cancel([consuming, *others])
+            else:
+                await self._stop(consuming, stopping)
+                await _cancel(others)
+        if self._engine.failure is not None:
+            raise self._engine.failure
         await self._leave()
+
+    async def _stop(self, consuming: asyncio.Task[None], stopping: _Signals) -> None:
+        """Take no more jobs, and let those that there are come to their ends."""
+        self._is_draining = True
+        self._consumer.stop()
+        await asyncio.wait([consuming])
+        await self._say_full()
+        await self._drain(stopping)
 
     async def _say_full(self) -> None:
         try:
@@ -220,7 +229,7 @@ async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
-async def _first_of(*waits: Coroutine[Any, Any, None], timeout_s: float) -> None:
+async def _first_of(*waits: Coroutine[Any, Any, None], timeout_s: float | None = None) -> None:
     """Until one of them is done or the time is up."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -25,6 +25,21 @@ from sluicegate.command import main
 main(["worker", *sys.argv[2:]])
 """
 
+# A worker whose device fails as soon as a file exists.
+FAILING = """
+import pathlib, sys
+from worker.errors import DeviceLostError
+from worker.synthetic import executor
+run = executor.SyntheticExecutor.run
+def fail(self, batch, pool):
+    if pathlib.Path(sys.argv[1]).exists():
+        raise DeviceLostError("the GPU failed: out of luck")
+    return run(self, batch, pool)
+executor.SyntheticExecutor.run = fail
+from sluicegate.command import main
+sys.exit(main(["worker", *sys.argv[2:]]))
+"""
+
 
 async def test_gateways_and_workers_are_restarted_under_load_and_no_request_fails(new_arena) -> None:
     """SIGTERM to each gateway and each worker in turn, with another in its place before: all answers are whole and right."""
@@ -96,7 +111,7 @@ async def test_a_forward_pass_that_hangs_loses_its_jobs_and_gets_no_others(new_a
     """An answer goes on elsewhere from where it was, further requests aren't caught by the worker that hangs, and it serves again when it wakes."""
     stuck = tmp_path / "stuck"
     async with new_arena(1, 1) as arena:
-        child = await _hanging_worker(arena, stuck)
+        child = await _odd_worker(arena, HANGING, stuck)
         await _ended(arena.fleet.workers[0])
         await arena.fleet.reap()
         body = arena.body("A long answer, please.", ignore_eos=True, max_tokens=150)
@@ -126,15 +141,38 @@ async def test_a_forward_pass_that_hangs_loses_its_jobs_and_gets_no_others(new_a
     assert "engine_goes_on" in log
 
 
-async def _hanging_worker(arena, stuck: Path) -> Child:
+async def test_a_worker_whose_gpu_fails_ends_and_its_answers_go_on(new_arena, tmp_path) -> None:
+    """Nothing else would succeed in that process: it says so in one line, and the answer is whole all the same."""
+    broken = tmp_path / "broken"
+    async with new_arena(1, 1) as arena:
+        child = await _odd_worker(arena, FAILING, broken)
+        await _ended(arena.fleet.workers[0])
+        await arena.fleet.reap()
+        body = arena.body("A long answer, please.", ignore_eos=True, max_tokens=150)
+        assert (whole := await arena.ask(body)).is_complete
+        asking = asyncio.ensure_future(arena.ask(body))
+        await asyncio.sleep(0.5)
+        assert not asking.done()
+        broken.touch()
+        async with asyncio.timeout(20):
+            assert 1 == await child.wait()
+        await arena.fleet.add_worker(*arena.worker_flags, *RATES)
+        outcome = await asking
+        assert (whole.text, 150) == (outcome.text, outcome.completion_tokens)
+        lines = child.log.read_text().splitlines()
+    assert "sluicegate: the GPU failed: out of luck" == lines[-1]
+    assert not [line for line in lines if "Traceback" in line]
+
+
+async def _odd_worker(arena, script: str, file: Path) -> Child:
     flags = (*arena.worker_flags, *RATES, "--stall", "1", "--lease", "1")
     environment = {
         **os.environ,
         "SLUICEGATE_REDIS_URL": arena.fleet.redis_url,
         "SLUICEGATE_DATA": str(arena.fleet.folder),
     }
-    command = [sys.executable, "-c", HANGING, str(stuck), *flags]
-    child = await Child.start("hanging", command, arena.fleet.folder / "logs" / "hanging.log", environment)
+    command = [sys.executable, "-c", script, str(file), *flags]
+    child = await Child.start("odd", command, arena.fleet.folder / "logs" / "odd.log", environment)
     async with asyncio.timeout(60):
         while len(await arena.fleet.statuses()) < 2:
             await asyncio.sleep(0.1)
