@@ -154,7 +154,7 @@ def _add_gateway_and_worker(commands: Parsers, add: Add) -> None:
     )
     parser.add_argument(
         "--kernels", choices=("auto", "ref", "cpu", "gpu"), default="auto",
-        help="implementation of the numerical kernels",
+        help="what computes; auto is the GPU where torch sees one, else the CPU",
     )  # fmt: skip
     _synthetic(parser)
     parser.add_argument(

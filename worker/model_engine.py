@@ -2,17 +2,18 @@
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from kernels.backend import Backend, describe, resolve
-from kernels.errors import KernelError
 from kernels.kv_layout import KvLayout
 from kernels.kv_pool import KvPool
 from protocol.model_card import ModelCard
 from protocol.routing import RoutingKeys
 from worker.cache.namespace import NamespaceRing
 from worker.engine import Engine, EngineParts
+from worker.errors import SettingsError
 from worker.kv_scales import KvScales, choose
 from worker.model.load import LoadedModel, load_model
 from worker.model.token_bytes import token_bytes
@@ -20,34 +21,62 @@ from worker.model_executor import ModelExecutor
 from worker.prepared import Prepared
 from worker.settings import WorkerSettings
 
+GIB = 1 << 30
+
 
 def preparation(settings: WorkerSettings) -> Callable[[], Prepared]:
-    """The function that loads the model; raises KernelError at once, the function ModelError."""
+    """The function that loads the model; raises KernelError or SettingsError at once, the function ModelError or SettingsError."""
     backend = resolve(settings.kernels, settings.activations_bits)
-    if backend is Backend.GPU:
-        raise KernelError("kernels: models don't run on GPUs yet, only the kernels do; choose cpu or ref")
+    if backend is Backend.GPU and settings.integrity in {"seal", "full"}:
+        raise SettingsError(
+            f"integrity: {settings.integrity} is not supported on a GPU; choose lease or off there, or the cpu kernels"
+        )
     return partial(_prepare, settings, backend)
 
 
 def _prepare(settings: WorkerSettings, backend: Backend) -> Prepared:
     assert settings.model_path is not None
-    loaded = load_model(settings.model_path, backend)
+    with _room_for(f"model {settings.model_name}: the GPU's memory is too small for its weights"):
+        loaded = load_model(settings.model_path, backend)
     layout = loaded.kv_layout(settings.num_pages, settings.page_size, settings.kv_dtype)
     scales = choose(settings.kv_scales, settings.model_path, loaded.digest, layout, loaded.kv_scales)
-    kv = _kv_pool(layout, scales, settings)
+    pool = f"a KV pool of {settings.kv_tokens} tokens ({layout.num_pages * layout.page_bytes / GIB:.2f} GiB)"
+    with _room_for(f"kv_tokens: beside the weights the GPU has no room for {pool}"):
+        kv = _kv_pool(layout, scales, settings, backend)
+    with _room_for(
+        f"kv_tokens, step_tokens, max_sequences: beside weights and KV pool the GPU has no room for steps of {settings.step_tokens} tokens "
+        f"and {settings.max_sequences} sequences"
+    ):
+        loaded.model.prepare(kv, settings.max_sequences, settings.step_tokens)
     card = _card(loaded, settings, int(settings.model_path.stat().st_mtime))
     facts = {
         "kv_dtype": settings.kv_dtype, "kv_scales": scales.origin, "kv_bytes": kv.nbytes, "integrity": settings.integrity,
         **describe(backend),
     }  # fmt: skip
     kv_format = f"{settings.kv_dtype}/page{settings.page_size}/scales-{scales.fingerprint}/activations{settings.activations_bits}/v1"
-    return Prepared(card, _engine(loaded, kv, kv_format, settings, card.max_request_tokens, backend), facts)
+    return Prepared(card, _engine(loaded, kv, kv_format, settings, card.max_request_tokens), facts)
 
 
-def _kv_pool(layout: KvLayout, scales: KvScales, settings: WorkerSettings) -> KvPool:
+@contextmanager
+def _room_for(problem: str) -> Iterator[None]:
+    """Raise SettingsError where a GPU's memory ends."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise SettingsError(problem) from None
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether this error, or one that it came after, is torch's or CUDA's own about memory: the end of a failed recording raises another one."""
+    return error is not None and ("out of memory" in str(error) or _is_out_of_memory(error.__context__))
+
+
+def _kv_pool(layout: KvLayout, scales: KvScales, settings: WorkerSettings, backend: Backend) -> KvPool:
     """Seals are made of numbers that only this process knows, and that end with it, as its pages do."""
     secret = secrets.token_bytes(32) if settings.integrity in {"seal", "full"} else None
-    return KvPool.allocate(layout, scales.k, scales.v, seal_secret=secret)
+    return KvPool.allocate(layout, scales.k, scales.v, secret, backend)
 
 
 def _card(loaded: LoadedModel, settings: WorkerSettings, created_s: int) -> ModelCard:
@@ -72,10 +101,9 @@ def _engine(
     kv_format: str,
     settings: WorkerSettings,
     max_request_tokens: int,
-    backend: Backend,
 ) -> Engine:
     parts = EngineParts(
-        executor=ModelExecutor(loaded.model, kv, backend, checks_reads=settings.integrity == "full"),
+        executor=ModelExecutor(loaded.model, kv, loaded.backend, checks_reads=settings.integrity == "full"),
         namespaces=NamespaceRing(settings.namespace_secret, loaded.digest, kv_format),
         token_bytes=tuple(token_bytes(loaded.tokenizer)),
         eos_token_ids=frozenset(loaded.tokenizer.eos_token_ids),

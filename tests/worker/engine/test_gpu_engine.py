@@ -1,0 +1,121 @@
+"""Engines whose model and pages are a GPU's, in Triton's interpreter: the same bits however requests run, and pages looked after where they lie."""
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from kernels.backend import Backend
+from protocol.replies import Done, Failed
+from worker.errors import DeviceLostError
+from worker.faults import KINDS, FaultError, inject
+from worker.model.load import load_model
+
+LONG = tuple((37 * i + i * i) % 256 for i in range(17))
+REQUESTS = [
+    {"prompt": (258, *LONG), "logprobs": 2, "max_tokens": 3},
+    {"prompt": (258, 5), "temperature": 0.8, "seed": 42, "max_tokens": 3},
+    {"prompt": (258, *LONG[:6]), "echo": 1, "max_tokens": 1},
+]
+# What each fault changes; the others copy or forge seals.
+CHANGES = {
+    "flip-k": {"k"}, "flip-v": {"v"}, "flip-scale": {"k_scale"}, "flip-lease": {"tags"}, "table-off-by-one": {"table"},
+    "freed-page": {"tags"}, "missing-row": {"k", "v"}, "write-after-free": {"k", "v"},
+}  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("ordered_products")
+
+
+@pytest.fixture(scope="module")
+def tiny(lab_of, tiny_models: ModuleType, tmp_path_factory: pytest.TempPathFactory):
+    """A lab with a tiny mixture of experts."""
+    model = tiny_models.make("qwen3_moe", num_hidden_layers=1, mlp_only_layers=[])
+    folder: Path = tiny_models.save(model, tmp_path_factory.mktemp("tiny"))
+    return lab_of(load_model(folder, Backend.GPU))
+
+
+@pytest.fixture(scope="module")
+def alone(tiny, result_of):
+    """Each request's outcome when it runs by itself, cold."""
+    return [result_of(tiny.run(tiny.engine(page_size=8), tiny.job(**request))[0]) for request in REQUESTS]
+
+
+def test_together_chunked_and_warm_equal_alone(tiny, result_of, alone) -> None:
+    """Prompts in chunks beside decode rows, steps padded to four rows, and all of it again from cached pages."""
+    engine = tiny.engine(page_size=8, kv_tokens=128, step_tokens=7)
+    for _ in range(2):
+        together = tiny.run(engine, *(tiny.job(**request) for request in reversed(REQUESTS)))
+        assert list(reversed(alone)) == [result_of(replies) for replies in together]
+    assert engine.totals.cached_tokens >= 16
+    assert 0 == engine.cache.pool.num_held
+
+
+def test_a_lost_page_is_noticed_and_healed(tiny, result_of, alone) -> None:
+    """A lease tag that changes between two steps: the request starts over, and answers as if nothing had been."""
+    engine = tiny.engine(page_size=8)
+    (replies,) = tiny.run(
+        engine, tiny.job(**REQUESTS[0]), on_step=lambda number: number == 2 and inject(engine, "flip-lease", place=1)
+    )
+    assert alone[0] == result_of(replies)
+    assert ["lease"] == [event.kind for event in engine.integrity.take_events()]
+
+
+def test_pages_that_are_not_finite_end_the_request_and_are_zeroed(tiny) -> None:
+    """NaN in a page on the device: the request fails, its pages go into quarantine, and are zero after the scrub."""
+    engine = tiny.engine(page_size=8)
+    pages: list[int] = []
+
+    def spoil(number: int) -> None:
+        if number == 2:
+            pages.extend(lease.page for lease in engine.scheduler.running[0].table.leases)
+            engine.executor.kv.k[:, pages[0]] = float("nan")
+
+    (replies,) = tiny.run(engine, tiny.job(**REQUESTS[0]), on_step=spoil)
+    assert isinstance(replies[-1], Failed)
+    for _ in range(engine.cache.pool.num_pages):
+        engine.scrub()
+    kv = engine.executor.kv
+    assert 0 == engine.cache.pool.num_quarantined
+    assert pages
+    assert not bool(kv.k[:, pages].any())
+    assert not bool(kv.v[:, pages].any())
+
+
+def test_faults_strike_pages_where_they_lie(tiny) -> None:
+    """Each kind changes the page, its tag or its table on a GPU too; those that need seals say so and change nothing."""
+    engine = tiny.engine(page_size=8)
+    engine.submit(tiny.job(**REQUESTS[0]))
+    engine.step()
+    kv, pool = engine.executor.kv, engine.cache.pool
+
+    def everything() -> dict[str, bytes]:
+        tensors = {"k": kv.k_rows.view(torch.int16), "v": kv.v.view(torch.int16), "k_scale": kv.k_scale}
+        found = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+        return found | {"tags": pool.tags.tobytes(), "table": bytes(engine.scheduler.running[0].table.pages)}
+
+    for kind in KINDS:
+        before = everything()
+        if kind in CHANGES:
+            inject(engine, kind, place=1)
+        else:
+            with pytest.raises(FaultError, match="start it with --integrity seal or full"):
+                inject(engine, kind, place=1)
+        after = everything()
+        assert CHANGES.get(kind, set()) == {name for name in before if before[name] != after[name]}, kind
+
+
+def test_a_lost_gpu_ends_the_engine(tiny, monkeypatch) -> None:
+    """An error of the device itself is not one batch's: nobody is answered, and the engine doesn't go on."""
+    engine = tiny.engine(page_size=8)
+    job = tiny.job(**REQUESTS[1])
+    engine.submit(job)
+
+    def broken(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nand more about it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.executor.model), "forward", broken)
+        with pytest.raises(DeviceLostError, match=r"^the GPU failed: CUDA error: an illegal memory access was enc\w+$"):
+            engine.step()
+    assert not [out for out in engine.take_replies() if isinstance(out.envelope.reply, (Done, Failed))]
