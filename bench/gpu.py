@@ -1,24 +1,31 @@
-"""Checks every kernel for GPUs against its reference and times it, on one GPU, in a few minutes; the last thing printed is a table.
+"""Checks the kernels for GPUs, and a whole model on them, against their references and times them, on one GPU, in a few minutes.
 
-    python -m bench.gpu
+    python -m bench.gpu [--only kernels|model] [--model PATH]
 
-Sizes are those of an 8-billion-parameter model of the llama family. Checks come first: numbers against `ref.py` in float32, then bits: a
-row alone, in batches of each size and in a graph. If one fails, nothing is timed and the exit status is 1.
+Kernels have the sizes of an 8-billion-parameter model of the llama family, and so have the layers of the model that is made up, unless another
+one is named. Checks come first: numbers against the references in float32, then bits: a row alone, in batches of each size and in a graph. If one
+fails, nothing is timed and the exit status is 1. The last things printed are tables.
 """
 
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from bench import gpu_model
 from bench.gpu_cases import Case, Sizes, attention_cases, product_cases, small_cases
 from bench.gpu_seal_cases import seal_cases
-from kernels.backend import describe, resolve
+from kernels.backend import Backend, describe, resolve
 from kernels.errors import KernelError
+from worker.model.cuda_graphs import recorder
+from worker.model.errors import ModelError
+from worker.model.load import load_model
 
 FULL = Sizes(hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, context=4096)
 NUM_RUNS = 20
@@ -27,29 +34,63 @@ CACHE_BYTES = 256 << 20  # more than any GPU's second-level cache
 
 
 def main() -> None:
-    """Check, time, print the table."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    """Check, time, print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("kernels", "model"), help="leave the other part out")
+    parser.add_argument(
+        "--model", type=Path, metavar="PATH", help="a GGUF file or a folder instead of the made-up model"
+    )
+    arguments = parser.parse_args()
     try:
         backend = resolve("gpu")
     except KernelError as error:
         sys.exit(f"bench-gpu: {error}")
     if not torch.cuda.is_available():
         sys.exit("bench-gpu: Triton's interpreter is no GPU; unset TRITON_INTERPRET")
+    if arguments.model is not None and not arguments.model.exists():
+        sys.exit(f"bench-gpu: {arguments.model}: no such file or folder")
     started_s = time.monotonic()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {describe(backend)}\n")
     device = torch.device("cuda")
+    bandwidth = copy_bandwidth(device)
+    print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s (bytes read and written)\n")
+    if arguments.only != "model":
+        kernels(bandwidth, device)
+    if arguments.only != "kernels":
+        with tempfile.TemporaryDirectory(prefix="sluicegate-gpu-") as folder:
+            path = arguments.model or gpu_model.made_up(Path(folder) / "made-up")
+            try:
+                model(path, backend, bandwidth, gpu_model.ModelSizes())
+            except (ModelError, torch.OutOfMemoryError) as error:
+                sys.exit(f"bench-gpu: {error}")
+    print(f"\ntook {time.monotonic() - started_s:.0f} s in all")
+
+
+def kernels(bandwidth: float, device: torch.device) -> None:
+    """The ops one by one."""
+    started_s = time.monotonic()
     results = [check(case) for case in every_case(FULL, device)]
     if not all(results):
         sys.exit("bench-gpu: a check failed, so nothing is timed")
     print(f"\nchecks took {time.monotonic() - started_s:.0f} s\n")
-    bandwidth = copy_bandwidth(device)
-    print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s (bytes read and written)\n")
     print(
         "| | us | MB moved | GB/s | of copy bandwidth | torch bf16 us | times as fast |\n|---|---|---|---|---|---|---|"
     )
     for case in every_case(FULL, device):
         print(row(case, bandwidth, device))
-    print(f"\ntook {time.monotonic() - started_s:.0f} s in all")
+
+
+def model(path: Path, backend: Backend, bandwidth: float, sizes: gpu_model.ModelSizes) -> None:
+    """A model as a worker runs it."""
+    started_s = time.monotonic()
+    loaded = load_model(path, backend)
+    print(
+        f"\n{path.name}: {loaded.model.weight_bytes / 1e6:.0f} MB of weights, loaded in {time.monotonic() - started_s:.1f} s"
+    )
+    if not gpu_model.check(loaded, load_model(path, Backend.REF), sizes):
+        sys.exit("bench-gpu: a check failed, so nothing is timed")
+    print(f"checks took {time.monotonic() - started_s:.0f} s with loading\n")
+    print("\n".join([gpu_model.TABLE_HEAD, *gpu_model.rows(loaded, bandwidth, sizes)]))
 
 
 def every_case(sizes: Sizes, device: torch.device) -> Iterator[Case]:
@@ -99,31 +140,18 @@ def median_s(call: Callable[[], object], device: torch.device) -> float:
     Calls go through a graph: what's measured is the kernels, not Python.
     """
     flush = Flush(torch.empty(CACHE_BYTES, dtype=torch.uint8, device=device))
-    graph = captured(call)
+    call()  # compiles what it needs
+    replay = recorder(device)(call)
     times = []
     for _ in range(NUM_RUNS + 2):
         flush()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         times.append(float(begin.elapsed_time(end)) / 1e3)
     return statistics.median(times[2:])
-
-
-def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A call as a graph, after two that compile what it needs."""
-    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        call()
-        call()
-    torch.cuda.current_stream().wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
 
 
 def copy_bandwidth(device: torch.device) -> float:

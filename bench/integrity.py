@@ -90,7 +90,7 @@ class _Side:
 
 def measure(model: Path, num_turns: int) -> list[Cost]:
     """All rows, all modes."""
-    backend = resolve("auto")
+    backend = resolve("cpu")
     sides = [_Side(mode, model, backend) for mode in MODES]
     costs = []
     for num_streams, context in ROWS:

@@ -45,7 +45,7 @@ class Reuse:
 
 def measure(model: Path, num_turns: int) -> Reuse:
     """Time prompts of a real model in `seal` mode, and lookups in an index of their own."""
-    backend = resolve("auto")
+    backend = resolve("cpu")
     loaded = load_model(model, backend)
     kv = KvPool.allocate(
         loaded.kv_layout(POOL_TOKENS // PAGE_SIZE, PAGE_SIZE, "fp16"), seal_secret=b"bench" * 6 + b"be"

@@ -34,7 +34,7 @@ def report(name: str, model: Path, num_tokens: int, out: Path) -> str:
 
 def measure(model: Path, num_tokens: int) -> list[Comparison]:
     """The float32 model against itself, then our engine with each KV format, and with 8-bit activations."""
-    loaded = load_model(model, resolve("auto"))
+    loaded = load_model(model, resolve("cpu"))
     try:
         windows = evaluation_windows(loaded, num_tokens)
     except ValueError as error:
@@ -52,9 +52,9 @@ def measure(model: Path, num_tokens: int) -> list[Comparison]:
         expected = reference(window)[:-1]
         truth.add(expected, expected, targets)
         for (kv_dtype, bits), entry in entries.items():
-            resolve("auto", bits)
+            resolve("cpu", bits)
             entry.add(logits_of(loaded, window, kv_dtype)[:-1], expected, targets)
-    resolve("auto")
+    resolve("cpu")
     return [truth, *entries.values()]
 
 
@@ -69,7 +69,7 @@ def markdown(name: str, measured: list[Comparison]) -> str:
         for entry in measured
     ]  # fmt: skip
     head = ["", "perplexity", "against float32", "mean KL, nats", "largest KL", "same likeliest token"]
-    kernels = ", ".join(f"{key} {value}" for key, value in describe(resolve("auto")).items())
+    kernels = ", ".join(f"{key} {value}" for key, value in describe(resolve("cpu")).items())
     return (
         f"# Quality of {name}\n\n{truth.num_tokens:,} predicted tokens of English prose (Python's language reference) in windows of "
         f"{WINDOW_TOKENS}; {kernels}.\n\n{table(head, rows)}\n"

@@ -49,7 +49,9 @@ def _start(url: str, data: Path, arguments: Sequence[str], result: WorkerResult)
     log = data / "worker.log"
     started_s = time.perf_counter()
     with log.open("wb") as errors:
-        process = subprocess.Popen(command, stderr=errors, env={**os.environ, "SLUICEGATE_LOG_LEVEL": "info"})
+        process = subprocess.Popen(
+            command, stderr=errors, env={**os.environ, "SLUICEGATE_LOG_LEVEL": "info", "SLUICEGATE_KERNELS": "cpu"}
+        )
     try:
         events = _wait_for_ready(process, log, started_s + READY_TIMEOUT_S)
         ready_s = time.perf_counter() - started_s

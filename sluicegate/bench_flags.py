@@ -34,8 +34,9 @@ def add_bench(commands: Parsers, add: Add) -> None:
         "--pairs", type=whole(1, 1000), metavar="N", default=5, help="prompts without and with a cached prefix"
     )
     parser.add_argument("--only", choices=("decode", "reuse"), help="only what checks cost, or only what prefixes save")
-    parser = add(actions, "kernels", "bench:kernels", "time the matrix products alone")
-    parser.add_argument("--kernels", choices=("auto", "ref", "cpu", "gpu"), default="auto", help="implementation")
+    more = "\n\nFor those of a GPU there is `make bench-gpu`."
+    parser = add(actions, "kernels", "bench:kernels", "time the CPU's matrix products alone", more)
+    parser.add_argument("--kernels", choices=("cpu", "ref"), default="cpu", help="implementation")
     parser = add(actions, "quality", "bench:quality", "compare perplexity and logits with a float32 model's")
     _model_to_measure(parser)
     parser.add_argument("--tokens", type=whole(1, 1 << 20), metavar="N", default=4096, help="tokens of text")

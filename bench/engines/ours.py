@@ -55,7 +55,7 @@ class Sluicegate:
 
     def load(self, wanted: LoadRequest) -> dict[str, str]:
         """Load the file and make the KV pool, with its memory touched as after hours of service."""
-        backend = self._backend = resolve("auto", wanted.options.get("activations_bits", 16))
+        backend = self._backend = resolve("cpu", wanted.options.get("activations_bits", 16))
         with _Peak() as peak:
             self._loaded = load_model(Path(wanted.model), backend)
         self._threads = wanted.threads
