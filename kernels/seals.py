@@ -85,6 +85,12 @@ class SealCheck:
     num_tokens: torch.Tensor  # int32 [num_sequences], tokens whose rows must be in the pages by now
     violations: torch.Tensor  # int64 [num_sequences], 0, or 1 + layer * max_pages + the page's place in the table
 
+    def note(self, violations: torch.Tensor, max_pages: int) -> None:
+        """Take over what was found for these sequences, int64 [num_sequences] on the CPU, by a pass whose table has another width."""
+        found = violations - 1
+        place, layer = found % max_pages, found // max_pages
+        self.violations.copy_(torch.where(found >= 0, 1 + layer * self.page_keys.shape[1] + place, 0))
+
     def violation(self, sequence: int) -> tuple[int, int] | None:
         """(layer, place in the table) of a page of the sequence that failed."""
         found = int(self.violations[sequence])

@@ -25,12 +25,8 @@ GIB = 1 << 30
 
 
 def preparation(settings: WorkerSettings) -> Callable[[], Prepared]:
-    """The function that loads the model; raises KernelError or SettingsError at once, the function ModelError or SettingsError."""
+    """The function that loads the model; raises KernelError at once, the function ModelError or SettingsError."""
     backend = resolve(settings.kernels, settings.activations_bits)
-    if backend is Backend.GPU and settings.integrity in {"seal", "full"}:
-        raise SettingsError(
-            f"integrity: {settings.integrity} is not supported on a GPU; choose lease or off there, or the cpu kernels"
-        )
     return partial(_prepare, settings, backend)
 
 
@@ -47,7 +43,9 @@ def _prepare(settings: WorkerSettings, backend: Backend) -> Prepared:
         f"kv_tokens, step_tokens, max_sequences: beside weights and KV pool the GPU has no room for steps of {settings.step_tokens} tokens "
         f"and {settings.max_sequences} sequences"
     ):
-        loaded.model.prepare(kv, settings.max_sequences, settings.step_tokens)
+        loaded.model.prepare(
+            kv, settings.max_sequences, settings.step_tokens, checks_reads=settings.integrity == "full"
+        )
     card = _card(loaded, settings, int(settings.model_path.stat().st_mtime))
     facts = {
         "kv_dtype": settings.kv_dtype, "kv_scales": scales.origin, "kv_bytes": kv.nbytes, "integrity": settings.integrity,

@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(folder: Path, start_stack: Callable, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     """A stack whose worker was told to use the GPU."""
-    flags = ("--kv-tokens", "128", "--max-sequences", "2", "--integrity", "lease", "--kv-dtype", "fp8")
+    flags = ("--kv-tokens", "128", "--max-sequences", "2", "--integrity", "full", "--kv-dtype", "fp8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLUICEGATE_KERNELS", "gpu")
         patch.setenv("SLUICEGATE_STEP_TOKENS", "8")

@@ -1,4 +1,4 @@
-"""What a worker does where a GPU can't do what it was told."""
+"""What a worker for a GPU makes ready, and what it says where the GPU can't do what it was told."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,16 +34,11 @@ def settings(tmp_path: Path, tiny_models: ModuleType) -> Callable[..., WorkerSet
     return make
 
 
-@pytest.mark.parametrize("mode", ["seal", "full"])
-def test_seals_on_a_gpu_are_refused(settings: Callable[..., WorkerSettings], mode: str) -> None:
-    """By name, in one line, before anything is loaded."""
-    with pytest.raises(SettingsError, match=f"^integrity: {mode} is not supported on a GPU"):
-        preparation(settings(integrity=mode))
-
-
-def test_a_worker_on_a_gpu_is_prepared(settings: Callable[..., WorkerSettings]) -> None:
-    """Model, pages and passes are there before it says so, and nothing of that is left in a page."""
-    prepared = preparation(settings())()
+@pytest.mark.parametrize("mode", ["lease", "seal", "full"])
+def test_a_worker_on_a_gpu_is_prepared(settings: Callable[..., WorkerSettings], mode: str) -> None:
+    """Model, pages and passes are there before it says so, in every mode, and nothing of that is left in a page."""
+    prepared = preparation(settings(integrity=mode))()
+    assert (mode != "lease") is prepared.engine.executor.has_seals
     kv = prepared.engine.executor.kv
     assert "gpu" == prepared.facts["kernels"]
     assert (kv.nbytes, 64) == (prepared.facts["kv_bytes"], prepared.card.max_request_tokens)
@@ -88,7 +83,7 @@ def test_other_errors_keep_their_names(
 ) -> None:
     """What has nothing to do with memory isn't taken for it."""
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **options: object) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(Decoder, "prepare", broken)

@@ -45,9 +45,10 @@ def recorder(device: torch.device) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A graph, and where its result is."""
+    """A graph, and where its step and its result are."""
 
     replay: Call
+    step: StepInput
     result: torch.Tensor
 
 
@@ -62,7 +63,9 @@ class DecodeGraphs:
         self._max_rows = power_of_two(max_rows)
         self._max_pages = max(FEWEST_PAGES, power_of_two(max_pages))
         self._memory = torch.zeros(
-            StepShape.of_decode(self._max_rows, self._max_pages).num_bytes, dtype=torch.uint8, device=device
+            StepShape.of_decode(self._max_rows, self._max_pages, has_check=True).num_bytes,
+            dtype=torch.uint8,
+            device=device,
         )
         self._record = record or recorder(device)
         self._recorded: dict[StepShape, _Recorded] = {}
@@ -73,15 +76,15 @@ class DecodeGraphs:
         is_decode = num_rows == num_sequences == len(plan.singles) and len(step.logit_rows) <= num_rows
         return is_decode and 0 < num_rows <= self._max_rows and num_pages <= self._max_pages
 
-    def run(self, step: StepInput, plan: AttentionPlan) -> torch.Tensor:
-        """What `compute` gives for the step's wanted rows; the step lies on the CPU and has been checked."""
-        shape = self._shape(*step.page_table.shape)
+    def run(self, step: StepInput, plan: AttentionPlan) -> tuple[torch.Tensor, StepInput]:
+        """What `compute` gives for the step's wanted rows, and the step as it lies on the device; the one given has been checked."""
+        shape = self._shape(*step.page_table.shape, has_check=step.seal_check is not None)
         found = self._recorded.get(shape) or self._new(shape)
         send(step, plan, shape, self._memory)
         found.replay()
-        return found.result[: len(step.logit_rows)]
+        return found.result[: len(step.logit_rows)], found.step
 
-    def prepare(self) -> None:
+    def prepare(self, *, checks_reads: bool) -> None:
         """Record each number of rows with the narrowest table, each table with one row, and the largest step.
 
         Between them they start every kernel in each way that others will. Large ones come first: what they allocate serves small ones too.
@@ -90,19 +93,20 @@ class DecodeGraphs:
         pages = [FEWEST_PAGES << n for n in range((self._max_pages // FEWEST_PAGES).bit_length())]
         shapes = {(count, FEWEST_PAGES) for count in rows} | {(1, width) for width in pages} | {(rows[-1], pages[-1])}
         for count, width in sorted(shapes, key=lambda shape: shape[0] * shape[1], reverse=True):
-            if (shape := self._shape(count, width)) not in self._recorded:
+            if (shape := self._shape(count, width, has_check=checks_reads)) not in self._recorded:
                 self._new(shape)
 
-    def _shape(self, num_rows: int, num_pages: int) -> StepShape:
-        return StepShape.of_decode(power_of_two(num_rows), max(FEWEST_PAGES, power_of_two(num_pages)))
+    def _shape(self, num_rows: int, num_pages: int, *, has_check: bool) -> StepShape:
+        width = max(FEWEST_PAGES, power_of_two(num_pages))
+        return StepShape.of_decode(power_of_two(num_rows), width, has_check=has_check)
 
     def _new(self, shape: StepShape) -> _Recorded:
-        padding = padding_step(shape.num_rows, shape.num_rows, shape.num_pages)
+        padding = padding_step(shape.num_rows, shape.num_rows, shape.num_pages, has_check=shape.has_check)
         send(padding, padding.rows.planned(), shape, self._memory)
         step, compute = shape.seen_in(self._memory), self._compute
         # The first call compiles kernels, which must not happen while recording.
         result = compute(step)
-        found = self._recorded[shape] = _Recorded(self._record(lambda: compute(step)), result)
+        found = self._recorded[shape] = _Recorded(self._record(lambda: compute(step)), step, result)
         return found
 
 

@@ -134,11 +134,11 @@ class Decoder:
             x = self._compute(step, pool, self._workspace.first(num_rows))
         return self._logits(x)
 
-    def prepare(self, pool: KvPool, max_sequences: int, step_tokens: int) -> None:
+    def prepare(self, pool: KvPool, max_sequences: int, step_tokens: int, *, checks_reads: bool = False) -> None:
         """See `Model.prepare`."""
         if self._backend is Backend.GPU:
             self._on_device = self._device_steps(pool, max_sequences)
-            self._on_device.prepare(step_tokens)
+            self._on_device.prepare(step_tokens, checks_reads=checks_reads)
 
     def _device_steps(self, pool: KvPool, max_rows: int = MAX_ROWS) -> DeviceSteps:
         config = self.config

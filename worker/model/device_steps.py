@@ -10,7 +10,6 @@ import torch
 
 from kernels.kv_pool import KvPool
 from worker.model.cuda_graphs import FEWEST_PAGES, Compute, DecodeGraphs, power_of_two
-from worker.model.errors import ModelError
 from worker.model.step import StepInput
 from worker.model.step_memory import StepShape, padding_step, send
 from worker.model.workspace import Workspace
@@ -45,41 +44,48 @@ class DeviceSteps:
         )
 
     def run(self, step: StepInput) -> torch.Tensor:
-        """Logits of the wanted rows, float32 [num_logits, vocab] on the CPU; so is the step, which has been checked. Raises ModelError."""
-        if step.seal_check is not None:
-            raise ModelError("forward: passes on a GPU verify no seals")
+        """Logits of the wanted rows, float32 [num_logits, vocab] on the CPU; so is the step, which has been checked, with what its seal check found."""
         plan = step.rows.planned()
         if self._graphs.takes(step, plan):
-            return self._fetched([self._graphs.run(step, plan)], len(step.logit_rows))
+            logits, placed = self._graphs.run(step, plan)
+            return self._fetched([logits], step, placed)
         # A width of whole tiles of pages: for others, kernels would be compiled once more.
         shape = StepShape.of(step, plan, -(-step.page_table.shape[1] // FEWEST_PAGES) * FEWEST_PAGES)
         memory = torch.empty(shape.num_bytes, dtype=torch.uint8, device=self._device)
         send(step, plan, shape, memory)
         if self._workspace.num_rows < shape.num_rows:
             self._workspace = self._parts.allocate(shape.num_rows)
-        x = self._parts.hidden(shape.seen_in(memory), self.pool, self._workspace.first(shape.num_rows))
-        return self._fetched((self._parts.logits(rows, None) for rows in torch.split(x, _LOGITS_AT_ONCE)), len(x))
+        placed = shape.seen_in(memory)
+        x = self._parts.hidden(placed, self.pool, self._workspace.first(shape.num_rows))
+        return self._fetched((self._parts.logits(rows, None) for rows in torch.split(x, _LOGITS_AT_ONCE)), step, placed)
 
-    def prepare(self, step_tokens: int) -> None:
+    def prepare(self, step_tokens: int, *, checks_reads: bool) -> None:
         """Compile kernels, record graphs, and touch the memory of the largest step: with padding, which changes no page.
 
         Kernels come in variants for few rows and many, so each power of two is tried. Raises torch.OutOfMemoryError.
         """
-        self.run(padding_step(step_tokens, min(self._max_rows, step_tokens) - 1, self._max_pages))
+        num_singles = min(self._max_rows, step_tokens) - 1
+        self.run(padding_step(step_tokens, num_singles, self._max_pages, has_check=checks_reads))
         for exponent in reversed(range((step_tokens - 1).bit_length())):
-            self.run(padding_step(1 << exponent, 0, 1))
-        self._graphs.prepare()
+            self.run(padding_step(1 << exponent, 0, 1, has_check=checks_reads))
+        self._graphs.prepare(checks_reads=checks_reads)
 
-    def _fetched(self, parts: Iterable[torch.Tensor], num_rows: int) -> torch.Tensor:
-        """Parts of the logits, which are on the device, as one tensor on the CPU. Waits until everything that was started is done."""
+    def _fetched(self, parts: Iterable[torch.Tensor], step: StepInput, placed: StepInput) -> torch.Tensor:
+        """Parts of the logits, which are on the device, as one tensor on the CPU; violations too. Waits until everything that was started is done."""
         is_gpu = self._device.type == "cuda"
+        num_rows, num_sequences = len(step.logit_rows), len(step.page_table)
         logits = torch.empty(num_rows, self._parts.vocab_size, dtype=torch.float32, pin_memory=is_gpu)
+        violations = torch.empty(num_sequences, dtype=torch.int64, pin_memory=is_gpu)
         first = 0
         for part in parts:
             logits[first : first + len(part)].copy_(part, non_blocking=True)
             first += len(part)
+        if placed.seal_check is not None:
+            violations.copy_(placed.seal_check.violations[:num_sequences], non_blocking=True)
         if is_gpu:
             torch.cuda.current_stream(self._device).synchronize()
+        if step.seal_check is not None:
+            step.seal_check.note(violations, placed.page_table.shape[1])
         return logits
 
 

@@ -30,9 +30,9 @@ class Model(Protocol):
         """
         ...
 
-    def prepare(self, pool: KvPool, max_sequences: int, step_tokens: int) -> None:
+    def prepare(self, pool: KvPool, max_sequences: int, step_tokens: int, *, checks_reads: bool = False) -> None:
         """Do now what would hold up the first passes over a pool: on a GPU kernels are compiled and passes recorded, on a CPU nothing is.
 
-        `step_tokens` is the most rows of a pass. Raises torch.OutOfMemoryError if the largest one doesn't fit.
+        `step_tokens` is the most rows of a pass; with `checks_reads` passes verify what they read. Raises torch.OutOfMemoryError if the largest one doesn't fit.
         """
         ...

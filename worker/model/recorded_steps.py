@@ -75,14 +75,8 @@ class RecordedSteps:
             self._check.violations.zero_()
         recorded.recording.run()
         if step.seal_check is not None:
-            self._report(step.seal_check, num_sequences, num_pages)
+            step.seal_check.note(self._check.violations[:num_sequences], self._max_pages)
         return recorded.out
-
-    def _report(self, check: SealCheck, num_sequences: int, num_pages: int) -> None:
-        """Violations as the caller's table has them, which may be narrower than ours."""
-        found = self._check.violations[:num_sequences] - 1
-        place, layer = found % self._max_pages, found // self._max_pages
-        check.violations.copy_(torch.where(found >= 0, 1 + layer * num_pages + place, 0))
 
     def _record(self, step: StepInput) -> RecordedStep:
         target = StepInput(

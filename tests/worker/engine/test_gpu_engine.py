@@ -41,14 +41,45 @@ def alone(tiny, result_of):
     return [result_of(tiny.run(tiny.engine(page_size=8), tiny.job(**request))[0]) for request in REQUESTS]
 
 
-def test_together_chunked_and_warm_equal_alone(tiny, result_of, alone) -> None:
-    """Prompts in chunks beside decode rows, steps padded to four rows, and all of it again from cached pages."""
-    engine = tiny.engine(page_size=8, kv_tokens=128, step_tokens=7)
+@pytest.mark.parametrize("mode", ["lease", "full"])
+def test_together_chunked_and_warm_equal_alone(tiny, result_of, alone, mode) -> None:
+    """Prompts in chunks beside decode rows, steps padded to four rows, and all of it again from cached pages, every page verified or not."""
+    engine = tiny.engine(page_size=8, kv_tokens=128, step_tokens=7, integrity=mode)
     for _ in range(2):
         together = tiny.run(engine, *(tiny.job(**request) for request in reversed(REQUESTS)))
         assert list(reversed(alone)) == [result_of(replies) for replies in together]
     assert engine.totals.cached_tokens >= 16
     assert 0 == engine.cache.pool.num_held
+    assert [] == engine.integrity.take_events()
+
+
+@pytest.mark.parametrize(("kind", "place"), [("flip-v", 1), ("replayed-page", 0), ("flip-seal", 2), ("flip-scale", 1)])
+def test_damage_is_found_in_the_pass_that_reads_it_and_healed(tiny, result_of, alone, kind, place) -> None:
+    """Struck before a decode step: found in it, before a token comes of it; the answer is as if nothing had been, and so is a neighbour's."""
+    engine = tiny.engine(page_size=8, integrity="full")
+
+    def strike(number: int) -> None:
+        if number == 2:
+            inject(engine, kind, place=place)
+
+    jobs = (tiny.job(**REQUESTS[0]), tiny.job(**REQUESTS[1]))
+    victim, neighbour = tiny.run(engine, *jobs, on_step=strike)
+    assert [alone[0], alone[1]] == [result_of(victim), result_of(neighbour)]
+    events = engine.integrity.take_events()
+    assert {"read"} == {event.kind for event in events}
+    assert {0} == {event.layer for event in events}
+    assert engine.integrity.totals.healed >= 1
+
+
+def test_a_prefix_is_verified_before_its_first_use(tiny, result_of, alone) -> None:
+    """In `seal` mode a bit that flips in a cached page is found by the next request that would use it."""
+    engine = tiny.engine(page_size=8, integrity="seal")
+    tiny.run(engine, tiny.job(**REQUESTS[0]))
+    page = next(iter(engine.cache.pool.whole_pages()))
+    engine.executor.kv.v.view(torch.uint8)[0, page].view(-1)[5] ^= 1
+    (replies,) = tiny.run(engine, tiny.job(**REQUESTS[0]))
+    assert alone[0] == result_of(replies)
+    assert engine.integrity.take_events()
 
 
 def test_a_lost_page_is_noticed_and_healed(tiny, result_of, alone) -> None:

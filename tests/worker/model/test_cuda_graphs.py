@@ -90,7 +90,7 @@ def run(graphs: DecodeGraphs, step: StepInput) -> torch.Tensor:
     """A step that must be taken."""
     plan = step.rows.planned()
     assert graphs.takes(step, plan)
-    return graphs.run(step, plan).clone()
+    return graphs.run(step, plan)[0].clone()
 
 
 def graphs_of(compute: OneLayer, **options) -> DecodeGraphs:
@@ -196,7 +196,7 @@ def test_preparing_changes_no_page():
     layer.pool = KvPool.allocate(KvLayout(1, 100, HEADS, DIM, PAGE, "fp8"), backend=GPU)
     before = layer.pool.k.clone()
     graphs = DecodeGraphs(layer, 5, 100, CPU, record=lambda call: recorded.append(call) or call)
-    graphs.prepare()
+    graphs.prepare(checks_reads=False)
     shapes = {tuple(step.page_table.shape) for step in layer.seen}
     assert {(rows, 16) for rows in (1, 2, 4, 8)} | {(1, width) for width in (32, 64, 128)} | {(8, 128)} == shapes
     assert len(shapes) == len(recorded)
@@ -227,13 +227,15 @@ def test_only_decode_steps_are_taken(rows, sequences, wanted, pages, expected):
 
 def test_a_step_fits_its_shape_whatever_was_there():
     """Every number arrives, everything beyond it is padding, and each kind begins at a multiple of 64 bytes."""
-    step = padding_step(7, 2, 3)
+    step = padding_step(7, 2, 3, has_check=True)
     step.positions.copy_(torch.arange(7))
     step.slots.copy_(torch.arange(7) * 5)
     step.page_table.copy_(torch.arange(9).view(3, 3))
     plan = step.rows.planned()
     assert ([[0, 1], [1, 1]], [[2, 5]]) == (plan.singles.tolist(), plan.tiles.tolist())
-    shape = StepShape(9, 4, 16, 8, 3, 1)
+    step.seal_check.page_keys.copy_(torch.arange(9).view(3, 3) - 1)
+    step.seal_check.num_tokens.copy_(torch.tensor([3, 9, 20]))
+    shape = StepShape(9, 4, 16, 8, 3, 1, has_check=True)
     memory = torch.full((shape.num_bytes + 8,), 0xAA, dtype=torch.uint8)
     send(step, plan, shape, memory)
     seen = shape.seen_in(memory)
@@ -246,5 +248,10 @@ def test_a_step_fits_its_shape_whatever_was_there():
     assert step.page_table.tolist() == seen.page_table[:3, :3].tolist()
     assert 36 == int(seen.page_table.sum())
     assert bool((memory[shape.num_bytes :] == 0xAA).all())
-    places = [*vars_of(seen).values(), seen.plan.singles.data_ptr(), seen.plan.tiles.data_ptr()]
+    check = seen.seal_check
+    assert step.seal_check.page_keys.tolist() == check.page_keys[:3, :3].tolist()
+    assert 27 == int(check.page_keys.sum())
+    assert ([3, 9, 20, 0], [0, 0, 0, 0]) == (check.num_tokens.tolist(), check.violations.tolist())
+    others = (seen.plan.singles, seen.plan.tiles, check.page_keys, check.num_tokens, check.violations)
+    places = [*vars_of(seen).values(), *(tensor.data_ptr() for tensor in others)]
     assert {0} == {(place - memory.data_ptr()) % 64 for place in places}

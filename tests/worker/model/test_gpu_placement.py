@@ -21,6 +21,7 @@ import kernels.backend
 import kernels.placement
 from kernels.backend import Backend
 from kernels.kv_pool import KvPool
+from kernels.seals import SealCheck
 from worker.model import architectures
 from worker.model.device_steps import DeviceSteps
 from worker.model.load import LoadedModel, load_model
@@ -82,33 +83,39 @@ def loaded(
     return load_model(folder, Backend.GPU)
 
 
-def test_nothing_is_looked_at(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Preparing, a mixed step of prompts and decode rows, and decode steps of some sequences run without a number."""
-    fetched: list[tuple[int, list[torch.Size]]] = []
+@pytest.mark.parametrize("checks_reads", [False, True])
+def test_nothing_is_looked_at(loaded: LoadedModel, checks_reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preparing, a mixed step of prompts and decode rows, and decode steps of some sequences run without a number; so does verifying seals."""
+    fetched: list[tuple[list[tuple[int, ...]], bool]] = []
 
-    def note(self: DeviceSteps, parts: Any, num_rows: int) -> None:
-        fetched.append((num_rows, [part.shape for part in parts]))
+    def note(self: DeviceSteps, parts: Any, step: StepInput, placed: StepInput) -> None:
+        assert META == placed.positions.device
+        fetched.append(([tuple(part.shape) for part in parts], placed.seal_check is not None))
 
     monkeypatch.setattr(DeviceSteps, "_fetched", note)
-    pool = KvPool.allocate(loaded.kv_layout(NUM_PAGES, 16, "fp8"), backend=Backend.GPU)
+    layout = loaded.kv_layout(NUM_PAGES, 16, "fp8")
+    pool = KvPool.allocate(layout, seal_secret=b"s" * 32 if checks_reads else None, backend=Backend.GPU)
     assert META == pool.k.device
     with OneDevice():
-        loaded.model.prepare(pool, MAX_SEQUENCES, STEP_TOKENS)
+        loaded.model.prepare(pool, MAX_SEQUENCES, STEP_TOKENS, checks_reads=checks_reads)
+        assert {checks_reads} == {has_check for _, has_check in fetched}
         fetched.clear()
-        loaded.model.forward(_step([20, 1, 1], [19, 20, 21]), pool)
-        loaded.model.forward(_step([1, 1, 1], [0, 1, 2]), pool)
-    vocab = loaded.config.vocab_size
-    assert [(3, [(3, vocab)]), (3, [(3, vocab)])] == [(count, [tuple(s) for s in shapes]) for count, shapes in fetched]
+        for counts, logit_rows in (([20, 1, 1], [19, 20, 21]), ([1, 1, 1], [0, 1, 2])):
+            loaded.model.forward(_step(counts, logit_rows, has_check=checks_reads), pool)
+    assert [([(3, loaded.config.vocab_size)], checks_reads)] * 2 == fetched
 
 
-def _step(counts: list[int], logit_rows: list[int]) -> StepInput:
+def _step(counts: list[int], logit_rows: list[int], *, has_check: bool) -> StepInput:
     """Sequences with so many rows each, of two pages."""
     rows = sum(counts)
     positions = torch.cat([torch.arange(count, dtype=torch.int32) for count in counts])
     sequences = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
     table = torch.arange(2 * len(counts), dtype=torch.int32).view(-1, 2)
     slots = table[sequences.long(), positions.long() // 16].long() * 16 + positions % 16
-    return StepInput(torch.zeros(rows, dtype=torch.int64), positions, slots, table, sequences, torch.tensor(logit_rows))
+    numbers = torch.zeros(len(counts), dtype=torch.int64)
+    check = SealCheck(table.long(), numbers.int(), numbers) if has_check else None
+    ids = torch.zeros(rows, dtype=torch.int64)
+    return StepInput(ids, positions, slots, table, sequences, torch.tensor(logit_rows), check)
 
 
 def test_every_way_to_build_a_model_is_here() -> None:
