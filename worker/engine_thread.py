@@ -19,6 +19,7 @@ import structlog
 from protocol.ids import RequestId
 from protocol.job import Job
 from worker.engine import Engine
+from worker.errors import DeviceLostError
 from worker.integrity import IntegrityEvent
 from worker.outgoing import Outgoing
 from worker.spans import JobSpans
@@ -218,6 +219,8 @@ class EngineThread:
                 command.done.set_result(command.work(self._engine))
             except Exception as error:  # the caller's, not the engine's
                 command.done.set_exception(error)
+                if isinstance(error, DeviceLostError):
+                    raise
         elif isinstance(command, _Drop):
             self._engine.drop(command.request_id, command.attempt)
         else:

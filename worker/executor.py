@@ -48,7 +48,7 @@ class StepBatch(Protocol):
 
 
 class Executor(Protocol):
-    """Computes steps. Its pages are numbered from 0; not thread-safe."""
+    """Computes steps. Its pages are numbered from 0; not thread-safe. What it does to pages raises DeviceLostError if their device has failed."""
 
     @property
     def num_pages(self) -> int:

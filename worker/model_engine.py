@@ -12,6 +12,7 @@ from kernels.kv_pool import KvPool
 from protocol.model_card import ModelCard
 from protocol.routing import RoutingKeys
 from worker.cache.namespace import NamespaceRing
+from worker.device_errors import device_work, is_out_of_memory
 from worker.engine import Engine, EngineParts
 from worker.errors import SettingsError
 from worker.kv_scales import KvScales, choose
@@ -25,11 +26,12 @@ GIB = 1 << 30
 
 
 def preparation(settings: WorkerSettings) -> Callable[[], Prepared]:
-    """The function that loads the model; raises KernelError at once, the function ModelError or SettingsError."""
+    """The function that loads the model; raises KernelError at once, the function ModelError, SettingsError or DeviceLostError."""
     backend = resolve(settings.kernels, settings.activations_bits)
     return partial(_prepare, settings, backend)
 
 
+@device_work()
 def _prepare(settings: WorkerSettings, backend: Backend) -> Prepared:
     assert settings.model_path is not None
     with _room_for(f"model {settings.model_name}: the GPU's memory is too small for its weights"):
@@ -61,14 +63,9 @@ def _room_for(problem: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise SettingsError(problem) from None
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether this error, or one that it came after, is torch's or CUDA's own about memory: the end of a failed recording raises another one."""
-    return error is not None and ("out of memory" in str(error) or _is_out_of_memory(error.__context__))
 
 
 def _kv_pool(layout: KvLayout, scales: KvScales, settings: WorkerSettings, backend: Backend) -> KvPool:

@@ -10,7 +10,7 @@ from kernels.backend import Backend
 from kernels.kv_pool import KvPool
 from worker.batch import Batch, build_batch
 from worker.cache.page_pool import PageId, PagePool
-from worker.errors import DeviceLostError
+from worker.device_errors import device_work
 from worker.executor import BadPage, ChunkResult, StepBatch, prompt_logit_positions
 from worker.model.model import Model
 from worker.model.step import StepInput
@@ -23,7 +23,10 @@ _log = structlog.get_logger(__name__)
 
 
 class ModelExecutor:
-    """A model and its KV pool. If the pool has seals they are kept; with `checks_reads` each pass verifies every page that it reads."""
+    """A model and its KV pool. If the pool has seals they are kept; with `checks_reads` each pass verifies every page that it reads.
+
+    Whatever it asks of a GPU raises DeviceLostError where that has failed.
+    """
 
     def __init__(self, model: Model, kv: KvPool, backend: Backend, *, checks_reads: bool = False) -> None:
         self.model = model
@@ -51,30 +54,31 @@ class ModelExecutor:
         """The tensors of one forward pass."""
         return build_batch(chunks, self.page_size, self.backend)
 
+    @device_work()
     def run(self, batch: StepBatch, pool: PagePool) -> list[ChunkResult]:
-        """Seal what the step writes to, forward, then sample all due rows of sequences whose pages were found sound. Raises DeviceLostError."""
+        """Seal what the step writes to, forward, then sample all due rows of sequences whose pages were found sound."""
         assert isinstance(batch, Batch)
         step = batch.step
         if self._keeper is not None:
             self._keeper.carry_out(plan_seals(batch.chunks, pool, self.page_size))
             if self._checks_reads:
                 step = replace(step, seal_check=self._keeper.check_for(batch.chunks, step.page_table))
-        try:
-            logits = self.model.forward(step, self.kv)
-        except torch.AcceleratorError as error:
-            raise DeviceLostError(f"the GPU failed: {str(error).partition(chr(10))[0]}") from error
+        logits = self.model.forward(step, self.kv)
         return _results(batch, logits, _violations(step, len(batch.chunks)))
 
+    @device_work()
     def verify(self, pages: ListLike[PageId], keys: ListLike[int]) -> list[int]:
         """See `Executor.verify`."""
         assert self._keeper is not None
         return self._keeper.verify(pages, keys)
 
+    @device_work()
     def mend(self) -> None:
         """Bring back the scales if they have changed."""
         if self._keeper is not None and self._keeper.mend_scales():
             _log.error("kv_scales_mended")
 
+    @device_work()
     def scrub(self, page: PageId) -> None:
         """Zero a page in all layers."""
         self.kv.scrub(page)

@@ -1,5 +1,7 @@
 """Engines whose model and pages are a GPU's, in Triton's interpreter: the same bits however requests run, and pages looked after where they lie."""
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -7,10 +9,16 @@ import pytest
 import torch
 
 from kernels.backend import Backend
+from kernels.kv_pool import KvPool
 from protocol.replies import Done, Failed
+from worker import seal_keeper
+from worker.cache.page_pool import PageId
+from worker.engine_thread import EngineThread
 from worker.errors import DeviceLostError
 from worker.faults import KINDS, FaultError, inject
+from worker.model.decoder import Decoder
 from worker.model.load import load_model
+from worker.seal_keeper import SealKeeper
 
 LONG = tuple((37 * i + i * i) % 256 for i in range(17))
 REQUESTS = [
@@ -136,17 +144,76 @@ def test_faults_strike_pages_where_they_lie(tiny) -> None:
         assert CHANGES.get(kind, set()) == {name for name in before if before[name] != after[name]}, kind
 
 
-def test_a_lost_gpu_ends_the_engine(tiny, monkeypatch) -> None:
-    """An error of the device itself is not one batch's: nobody is answered, and the engine doesn't go on."""
-    engine = tiny.engine(page_size=8)
-    job = tiny.job(**REQUESTS[1])
-    engine.submit(job)
+def raising(error: Exception) -> Callable[..., None]:
+    """A function of any arguments that does nothing else."""
 
-    def broken(*_: object) -> None:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nand more about it")
+    def broken(*_: object, **options: object) -> None:
+        raise error
 
+    return broken
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nand more about it"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        RuntimeError("CUDA driver error: an illegal memory access was encountered"),
+    ],
+    ids=["torch", "triton", "driver"],
+)
+@pytest.mark.parametrize(
+    ("place", "name", "call"),
+    [
+        (Decoder, "forward", lambda engine: engine.step()),
+        (seal_keeper, "open_pages", lambda engine: engine.step()),
+        (seal_keeper, "verify_pages", lambda engine: engine.executor.verify([PageId(0)], [0])),
+        (SealKeeper, "mend_scales", lambda engine: engine.executor.mend()),
+        (KvPool, "scrub", lambda engine: engine.executor.scrub(PageId(0))),
+    ],
+    ids=["forward", "open", "verify", "mend", "scrub"],
+)
+def test_a_lost_gpu_ends_the_engine(tiny, monkeypatch, error, place, name, call) -> None:
+    """An error of the device itself, whoever tells it and whatever was asked, isn't one batch's: nobody is answered, and the engine doesn't go on."""
+    engine = tiny.engine(page_size=8, integrity="full")
+    engine.submit(tiny.job(**REQUESTS[1]))
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine.executor.model), "forward", broken)
-        with pytest.raises(DeviceLostError, match=r"^the GPU failed: CUDA error: an illegal memory access was enc\w+$"):
-            engine.step()
+        patch.setattr(place, name, raising(error))
+        with pytest.raises(
+            DeviceLostError, match=r"^the GPU failed: [A-Z].* an illegal memory access was encountered$"
+        ):
+            call(engine)
     assert not [out for out in engine.take_replies() if isinstance(out.envelope.reply, (Done, Failed))]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        torch.AcceleratorError("CUDA error: out of memory\nand more about it"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=["torch", "cuda", "triton"],
+)
+def test_memory_that_ends_is_one_batchs_error(tiny, result_of, alone, monkeypatch, error) -> None:
+    """Its requests end, and the worker serves those that come after."""
+    engine = tiny.engine(page_size=8, integrity="full")
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "forward", raising(error))
+        (replies,) = tiny.run(engine, tiny.job(**REQUESTS[1]))
+    assert "internal_error" == replies[-1].code
+    (replies,) = tiny.run(engine, tiny.job(**REQUESTS[1]))
+    assert alone[1] == result_of(replies)
+
+
+def test_what_is_asked_between_two_steps_ends_a_lost_gpus_thread_too(tiny, monkeypatch) -> None:
+    """The pages of a deleted tenant can't be zeroed: whoever asked is told, and nothing else is tried."""
+    engine = tiny.engine(page_size=8)
+    thread = EngineThread(engine, lambda replies: None)
+    monkeypatch.setattr(KvPool, "scrub", raising(RuntimeError("Triton Error [CUDA]: unspecified launch failure")))
+    thread.start()
+    asked = thread.call(lambda engine: engine.executor.scrub(PageId(0)))
+    with pytest.raises(DeviceLostError):
+        asked.result(20)
+    asyncio.run(asyncio.wait_for(thread.ended(), 20))
+    assert isinstance(thread.failure, DeviceLostError)

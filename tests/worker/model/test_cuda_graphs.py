@@ -154,6 +154,37 @@ def test_a_graph_reads_where_it_was_recorded():
     assert [22, 2, 11, -1] == layer.seen[0].positions.tolist()
 
 
+def without_room(call: Callable[[], object]) -> Callable[[], object]:
+    """A recorder for which there is no memory, which CUDA says in its own way while recording."""
+    try:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    finally:
+        raise torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
+
+
+def test_without_memory_for_a_graph_its_steps_run_op_by_op():
+    """The same bits, and nobody tries to record that shape again; at the start it's an error, as all else about memory is."""
+    alone, layer, tries = OneLayer(), OneLayer(), []
+    graphs = graphs_of(layer, record=lambda call: tries.append(call) or without_room(call))
+    for positions in ([20, 0, 9], [21, 1, 10]):
+        step = step_of(positions, [[3, 5, 1], [7, 0, 0], [2, 8, 0]])
+        assert torch.equal(alone(on_device(step)), run(graphs, step))
+    assert torch.equal(alone.pool.k, layer.pool.k)
+    assert 1 == len(tries)
+    with pytest.raises(torch.AcceleratorError):
+        graphs_of(layer, record=without_room).prepare(checks_reads=False)
+
+
+def test_other_errors_of_a_recording_are_no_matter_of_memory():
+    """They aren't hidden behind a slower way."""
+
+    def broken(call: Callable[[], object]) -> Callable[[], object]:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(torch.AcceleratorError):
+        run(graphs_of(OneLayer(), record=broken), step_of([5], [[9]]))
+
+
 def vars_of(step: StepInput) -> dict[str, int]:
     """Where a step's numbers are."""
     return {
@@ -163,8 +194,11 @@ def vars_of(step: StepInput) -> dict[str, int]:
 
 
 def test_a_recorder_asks_torch_for_what_torch_has(monkeypatch):
-    """One pool of memory for all graphs, calls made while recording, and arguments that torch's own context takes. What it records only a GPU can tell."""
-    contexts, graphs = [], []
+    """One pool of memory for all graphs, calls made while recording, and arguments that torch's own context takes. What it records only a GPU can tell.
+
+    A recording that fails leaves the stream: torch's own context wouldn't.
+    """
+    contexts, graphs, streams = [], [], ["usual"]
     signature = inspect.signature(torch.cuda.graph)
 
     @contextmanager
@@ -180,14 +214,33 @@ def test_a_recorder_asks_torch_for_what_torch_has(monkeypatch):
         def replay(self) -> str:
             return "replayed"
 
+    @contextmanager
+    def on_stream(stream: str) -> Iterator[None]:
+        streams.append(stream)
+        try:
+            yield
+        finally:
+            streams.pop()
+
+    def failing() -> None:
+        assert ["usual", "own"] == streams
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "own")
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
     record = recorder(torch.device("cuda"))
     replays = [record(lambda: contexts.append("called")) for _ in range(2)]
-    first, second = ({"cuda_graph": graph, "pool": (0, 7), "capture_error_mode": "thread_local"} for graph in graphs)
+    first, second = (
+        {"cuda_graph": graph, "pool": (0, 7), "stream": "own", "capture_error_mode": "thread_local"} for graph in graphs
+    )
     assert [first, "called", "end", second, "called", "end"] == contexts
     assert ["replayed"] * 2 == [replay() for replay in replays]
+    with pytest.raises(torch.AcceleratorError):
+        record(failing)
+    assert ["usual"] == streams
 
 
 def test_preparing_changes_no_page():
