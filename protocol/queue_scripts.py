@@ -58,16 +58,17 @@ return verdicts
 """)
 
 RELEASE = script("""
--- A worker that leaves hands its jobs over: their gateways continue them elsewhere. That doesn't count as a delivery.
--- KEYS ..., streams   ARGV worker, (id, attempt, number of its stream)...   -> how many were its own
+-- A worker that leaves hands its jobs over: their gateways continue them elsewhere. That doesn't count as a delivery, unless one of them may be
+-- why it leaves.
+-- KEYS ..., streams   ARGV worker, 1 if it counts, (id, attempt, number of its stream)...   -> how many were its own
 allow_when_full()
-local released = 0
-for i = 2, #ARGV, 3 do
+local released, taken_back = 0, ARGV[2] == '1' and 0 or 1
+for i = 3, #ARGV, 3 do
   local id, r = ARGV[i], read(ARGV[i])
   if is_ours(r, ARGV[1], ARGV[i + 1]) then
     local stream = KEYS[FIXED + tonumber(ARGV[i + 2])]
     ensure_group(stream)
-    assign(stream, r.entry, NOBODY, math.max(deliveries(stream, r.entry) - 1, 0))
+    assign(stream, r.entry, NOBODY, math.max(deliveries(stream, r.entry) - taken_back, 0))
     r.state, r.owner = 'H', ''
     write(id, r)
     redis.call('ZADD', LEASES, whole(now_ms()), id)

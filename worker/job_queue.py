@@ -133,13 +133,16 @@ class JobQueue:
         keys = [*self._fixed, self._link.keys.replies(self._model, gateway_id), *streams]
         return list(await self._link.run(PUBLISH, keys, self._worker_id, *arguments))
 
-    async def release(self, holdings: Sequence[Holding]) -> int:
-        """Hand jobs over, for their gateways to continue them elsewhere; returns how many were still this worker's."""
+    async def release(self, holdings: Sequence[Holding], *, is_delivery: bool) -> int:
+        """Hand jobs over, for their gateways to continue them elsewhere; returns how many were still this worker's.
+
+        With `is_delivery` they count as delivered here: one that takes its workers down must not go round for ever.
+        """
         if not holdings:
             return 0
         arguments = [part for n, h in enumerate(holdings, 1) for part in (h.request_id, h.attempt, n)]
         streams = [self._line(held.line) for held in holdings]
-        return int(await self._link.run(RELEASE, self._fixed + streams, self._worker_id, *arguments))
+        return int(await self._link.run(RELEASE, self._fixed + streams, self._worker_id, int(is_delivery), *arguments))
 
     async def bury(self, job: PulledJob, reason: str, envelope: ReplyEnvelope) -> None:
         """Give a job up that this worker has pulled, and tell whoever may wait for it."""

@@ -1,7 +1,8 @@
 """One worker, composed: engine thread, and the tasks that join it to Redis.
 
 Life: load the model, join the group, beat, consume. On SIGTERM or SIGINT: take no more jobs, finish those it has within the grace
-time, hand the rest over to other workers, leave. A second signal ends the grace time.
+time, hand the rest over to other workers, leave. A second signal ends the grace time. So does an error in the engine's thread: jobs are handed over
+at once, and the process ends with it.
 """
 
 import asyncio
@@ -121,7 +122,9 @@ class _Worker:
         self._loop = asyncio.get_running_loop()
 
     async def serve(self, stopping: _Signals) -> None:
-        """Take jobs until told to stop, then drain. An error in one of the tasks ends the worker, and one of the engine, which is raised."""
+        """Take jobs until told to stop, then drain. An error in one of the tasks ends the worker; so does one of the engine, which is raised once its
+        jobs are handed over.
+        """
         self._engine.start()
         await self._heartbeat.beat()
         _log.info("worker_ready", worker_id=self._settings.worker_id, model=self._model)
@@ -144,17 +147,14 @@ class _Worker:
             if self._settings.routing_key:
                 others.append(tasks.create_task(self._prefixes.run(), name="prefixes"))
             await _first_of(stopping.wait(), self._engine.ended())
-            if self._engine.failure is not None:
-                await _cancel([consuming, *others])
-            else:
-                await self._stop(consuming, stopping)
-                await _cancel(others)
+            await self._stop(consuming, stopping)
+            await _cancel(others)
+        await self._leave()
         if self._engine.failure is not None:
             raise self._engine.failure
-        await self._leave()
 
     async def _stop(self, consuming: asyncio.Task[None], stopping: _Signals) -> None:
-        """Take no more jobs, and let those that there are come to their ends."""
+        """Take no more jobs, and let those that there are come to their ends, here or elsewhere."""
         self._is_draining = True
         self._consumer.stop()
         await asyncio.wait([consuming])
@@ -170,11 +170,14 @@ class _Worker:
     async def _drain(self, stopping: _Signals) -> None:
         _log.info("worker_draining", jobs=len(self._in_flight))
         await _first_of(
-            self._in_flight.wait_until_empty(), stopping.wait_again(), timeout_s=self._settings.drain_grace_s
+            self._in_flight.wait_until_empty(),
+            stopping.wait_again(),
+            self._engine.ended(),
+            timeout_s=self._settings.drain_grace_s,
         )
-        if len(self._in_flight) and await self._hand_over():
+        if len(self._in_flight) and await self._hand_over() and self._engine.failure is None:
             self._engine.fail_all("the worker was stopped before the request was complete")
-            await _first_of(self._in_flight.wait_until_empty(), timeout_s=CANCEL_SETTLE_S)
+            await _first_of(self._in_flight.wait_until_empty(), self._engine.ended(), timeout_s=CANCEL_SETTLE_S)
 
     async def _hand_over(self) -> bool:
         """Let go of what isn't complete: what the engine says of it from here on is refused by Redis. False if Redis stays away: then the leases
@@ -183,7 +186,9 @@ class _Worker:
         end_s = self._loop.time() + CANCEL_SETTLE_S
         while True:
             try:
-                released = await self._queue.release(self._in_flight.holdings())
+                released = await self._queue.release(
+                    self._in_flight.holdings(), is_delivery=self._engine.failure is not None
+                )
             except NETWORK_ERRORS as error:
                 self._link.failed(error)
             else:

@@ -6,6 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from sluicegate.child import Child
 
 NUM_CLIENTS = 8
@@ -141,31 +143,36 @@ async def test_a_forward_pass_that_hangs_loses_its_jobs_and_gets_no_others(new_a
     assert "engine_goes_on" in log
 
 
-async def test_a_worker_whose_gpu_fails_ends_and_its_answers_go_on(new_arena, tmp_path) -> None:
-    """Nothing else would succeed in that process: it says so in one line, and the answer is whole all the same."""
+@pytest.mark.parametrize("is_leaving", [False, True], ids=["at-work", "while-it-drains"])
+async def test_a_worker_whose_gpu_fails_ends_and_its_answers_go_on(new_arena, tmp_path, is_leaving) -> None:
+    """Nothing else would succeed in that process: it says so in one line, and the answer is whole all the same, long before its lease would be over."""
     broken = tmp_path / "broken"
     async with new_arena(1, 1) as arena:
-        child = await _odd_worker(arena, FAILING, broken)
+        child = await _odd_worker(arena, FAILING, broken, lease_s=60)
         await _ended(arena.fleet.workers[0])
         await arena.fleet.reap()
         body = arena.body("A long answer, please.", ignore_eos=True, max_tokens=150)
         assert (whole := await arena.ask(body)).is_complete
         asking = asyncio.ensure_future(arena.ask(body))
         await asyncio.sleep(0.5)
+        if is_leaving:
+            os.kill(child.pid, signal.SIGTERM)
+            await asyncio.sleep(0.2)
         assert not asking.done()
         broken.touch()
         async with asyncio.timeout(20):
             assert 1 == await child.wait()
         await arena.fleet.add_worker(*arena.worker_flags, *RATES)
-        outcome = await asking
+        async with asyncio.timeout(20):
+            outcome = await asking
         assert (whole.text, 150) == (outcome.text, outcome.completion_tokens)
         lines = child.log.read_text().splitlines()
     assert "sluicegate: the GPU failed: out of luck" == lines[-1]
     assert not [line for line in lines if "Traceback" in line]
 
 
-async def _odd_worker(arena, script: str, file: Path) -> Child:
-    flags = (*arena.worker_flags, *RATES, "--stall", "1", "--lease", "1")
+async def _odd_worker(arena, script: str, file: Path, lease_s: float = 1) -> Child:
+    flags = (*arena.worker_flags, *RATES, "--stall", "1", "--lease", str(lease_s))
     environment = {
         **os.environ,
         "SLUICEGATE_REDIS_URL": arena.fleet.redis_url,

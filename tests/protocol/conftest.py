@@ -86,8 +86,8 @@ class Queue:
     def renew(self, job_id: str, worker: str, attempt: int = 1) -> bool:
         return self.run(RENEW, [], worker, LEASE_MS, job_id, attempt) == []
 
-    def release(self, job_id: str, worker: str, line: str, attempt: int = 1) -> int:
-        return self.run(RELEASE, [self.line(line)], worker, job_id, attempt, 1)
+    def release(self, job_id: str, worker: str, line: str, attempt: int = 1, *, is_delivery: bool = False) -> int:
+        return self.run(RELEASE, [self.line(line)], worker, int(is_delivery), job_id, attempt, 1)
 
     def resume(self, job_id: str, line: str, attempt: int = 1, force: int = 0) -> str:
         return self.run(

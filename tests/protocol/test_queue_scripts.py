@@ -120,7 +120,7 @@ def test_nobody_serves_the_model(queue) -> None:
 
 
 def test_deliveries_are_counted_by_redis(queue) -> None:
-    """Each worker that is lost with a job counts, one that hands it over doesn't."""
+    """Each worker that is lost with a job counts, one that hands it over doesn't, unless the job may be why."""
     queue.submit("j")
     assert 1 == queue.pull()["deliveries"]
     for attempt in (1, 2):
@@ -130,6 +130,9 @@ def test_deliveries_are_counted_by_redis(queue) -> None:
     assert 1 == queue.release("j", "w1", "interactive/a", 3)
     assert "resumed" == queue.resume("j", "interactive/a", 3)
     assert 3 == queue.pull()["deliveries"]
+    assert 1 == queue.release("j", "w1", "interactive/a", 4, is_delivery=True)
+    assert "resumed" == queue.resume("j", "interactive/a", 4)
+    assert 4 == queue.pull()["deliveries"]
 
 
 def test_an_entry_that_nobody_submitted_is_shown_and_buried(queue) -> None:
