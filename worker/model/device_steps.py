@@ -15,7 +15,9 @@ from worker.model.step_memory import StepShape, padding_step, send
 from worker.model.workspace import Workspace
 
 MAX_ROWS = 64  # of a recorded step, unless it's known how many sequences there may be
-_LOGITS_AT_ONCE = 256  # rows: those of all of a prompt would take gigabytes
+_LOGITS_AT_ONCE = (
+    256  # rows of a pass op by op: those of all of a prompt would take gigabytes, here and in pinned memory
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +66,52 @@ class DeviceSteps:
 
         Kernels come in variants for few rows and many, so each power of two is tried. Raises torch.OutOfMemoryError.
         """
-        num_singles = min(self._max_rows, step_tokens) - 1
-        self.run(padding_step(step_tokens, num_singles, self._max_pages, has_check=checks_reads))
+        num_singles, num_logits = min(self._max_rows, step_tokens) - 1, min(step_tokens, _LOGITS_AT_ONCE)
+        largest = padding_step(step_tokens, num_singles, self._max_pages, num_logits=num_logits, has_check=checks_reads)
+        self.run(largest)
         for exponent in reversed(range((step_tokens - 1).bit_length())):
-            self.run(padding_step(1 << exponent, 0, 1, has_check=checks_reads))
+            num_rows = 1 << exponent
+            few = min(num_rows, _LOGITS_AT_ONCE)
+            self.run(padding_step(num_rows, 0, 1, num_logits=few, has_check=checks_reads))
         self._graphs.prepare(checks_reads=checks_reads)
+        # Each recording gave back what earlier passes had allocated: here both are there at once, as they will be.
+        self.run(largest)
 
     def _fetched(self, parts: Iterable[torch.Tensor], step: StepInput, placed: StepInput) -> torch.Tensor:
-        """Parts of the logits, which are on the device, as one tensor on the CPU; violations too. Waits until everything that was started is done."""
-        is_gpu = self._device.type == "cuda"
+        """Parts of the logits, which are on the device, as one tensor on the CPU; violations too. Waits until everything that was started is done.
+
+        There is one part, or each has at most `_LOGITS_AT_ONCE` rows. More than a few come by way of as much pinned memory as one part takes.
+        """
         num_rows, num_sequences = len(step.logit_rows), len(step.page_table)
-        logits = torch.empty(num_rows, self._parts.vocab_size, dtype=torch.float32, pin_memory=is_gpu)
-        violations = torch.empty(num_sequences, dtype=torch.int64, pin_memory=is_gpu)
+        violations = self._pinned((num_sequences,), torch.int64)
+        is_small = num_rows <= max(_LOGITS_AT_ONCE, self._max_rows)
+        staged = self._pinned((num_rows if is_small else _LOGITS_AT_ONCE, self._parts.vocab_size), torch.float32)
+        logits = staged if is_small else torch.empty(num_rows, self._parts.vocab_size, dtype=torch.float32)
         first = 0
         for part in parts:
-            logits[first : first + len(part)].copy_(part, non_blocking=True)
-            first += len(part)
+            end = first + len(part)
+            if is_small:
+                logits[first:end].copy_(part, non_blocking=True)
+            else:
+                staged[: len(part)].copy_(part, non_blocking=True)
+                self._wait()
+                logits[first:end] = staged[: len(part)]
+            first = end
+            del part  # its memory serves the next one
         if placed.seal_check is not None:
             violations.copy_(placed.seal_check.violations[:num_sequences], non_blocking=True)
-        if is_gpu:
-            torch.cuda.current_stream(self._device).synchronize()
+        self._wait()
         if step.seal_check is not None:
             step.seal_check.note(violations, placed.page_table.shape[1])
         return logits
+
+    def _pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory on the CPU that a GPU copies to while nobody waits. It goes back to torch's cache when nobody has it any more."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 def _decode(parts: Parts, pool: KvPool, device: torch.device, max_rows: int) -> Compute:

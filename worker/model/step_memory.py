@@ -125,8 +125,10 @@ def _fill_corner(table: torch.Tensor, numbers: torch.Tensor) -> None:
     table[: numbers.shape[0], : numbers.shape[1]] = numbers
 
 
-def padding_step(num_rows: int, num_singles: int, num_pages: int, *, has_check: bool = False) -> StepInput:
-    """Nothing but padding: some sequences of one row, and one of all other rows. As many logits are wanted as there are rows."""
+def padding_step(
+    num_rows: int, num_singles: int, num_pages: int, *, num_logits: int | None = None, has_check: bool = False
+) -> StepInput:
+    """Nothing but padding: some sequences of one row, and one of all other rows. Logits of so many rows are wanted, else of all."""
     num_sequences = min(num_singles + 1, num_rows)
     keys = torch.zeros(num_sequences, num_pages, dtype=torch.int64)
     check = SealCheck(
@@ -138,6 +140,6 @@ def padding_step(num_rows: int, num_singles: int, num_pages: int, *, has_check: 
         slots=torch.full((num_rows,), -1, dtype=torch.int64),
         page_table=keys.int(),
         row_sequence=torch.arange(num_rows, dtype=torch.int32).clamp(max=num_singles),
-        logit_rows=torch.arange(num_rows, dtype=torch.int64),
+        logit_rows=torch.arange(num_rows if num_logits is None else num_logits, dtype=torch.int64),
         seal_check=check if has_check else None,
     )
