@@ -120,8 +120,7 @@ class Decoder:
         step.check(pool.layout, self.config)
         if self._backend is Backend.GPU:
             if self._on_device is None or self._on_device.pool is not pool:
-                self._on_device = None  # its memory is free for the next one
-                self._on_device = self._device_steps(pool)
+                self._on_device = self._new_device_steps(pool)
             return self._on_device.run(step)
         if self._recorded is None or self._recorded.pool is not pool:
             self._recorded = RecordedSteps(self.config.context_length, pool, self._compute, self._allocate)
@@ -137,10 +136,11 @@ class Decoder:
     def prepare(self, pool: KvPool, max_sequences: int, step_tokens: int, *, checks_reads: bool = False) -> None:
         """See `Model.prepare`."""
         if self._backend is Backend.GPU:
-            self._on_device = self._device_steps(pool, max_sequences)
+            self._on_device = self._new_device_steps(pool, max_sequences)
             self._on_device.prepare(step_tokens, checks_reads=checks_reads)
 
-    def _device_steps(self, pool: KvPool, max_rows: int = MAX_ROWS) -> DeviceSteps:
+    def _new_device_steps(self, pool: KvPool, max_rows: int = MAX_ROWS) -> DeviceSteps:
+        self._on_device = None  # its memory is free for the next one
         config = self.config
         parts = Parts(self._compute, self._logits, self._allocate, config.vocab_size, config.context_length)
         return DeviceSteps(parts, pool, device_of(self._backend), max_rows)

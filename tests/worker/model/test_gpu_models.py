@@ -12,6 +12,7 @@ import torch
 
 from bench.comparison import logits_of
 from kernels.backend import Backend, resolve
+from worker.model import decoder
 from worker.model.load import LoadedModel, load_model
 
 # Small, and yet with a layer of each kind.
@@ -127,3 +128,25 @@ def test_another_pool_leaves_nothing_of_the_one_before(
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_preparing_again_needs_no_room_for_two(
+    llama_in_transformers: Callable, folder_of: Callable, paged_run: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was prepared for other sizes is gone before the new passes take their memory."""
+    loaded = load_model(folder_of(llama_in_transformers(num_hidden_layers=1)), Backend.GPU)
+    made: list[weakref.ref] = []
+
+    class Steps:
+        def __init__(self, *_: object) -> None:
+            assert not [one for one in made if one() is not None]
+            made.append(weakref.ref(self))
+
+        def prepare(self, step_tokens: int, *, checks_reads: bool) -> None:
+            pass
+
+    monkeypatch.setattr(decoder, "DeviceSteps", Steps)
+    pool = paged_run(loaded, "fp16").pool
+    for max_sequences in (1, 2):
+        loaded.model.prepare(pool, max_sequences, 2)
+    assert 2 == len(made)
