@@ -45,16 +45,15 @@ def _prepare(settings: WorkerSettings, backend: Backend) -> Prepared:
         f"kv_tokens, step_tokens, max_sequences: beside weights and KV pool the GPU has no room for steps of {settings.step_tokens} tokens "
         f"and {settings.max_sequences} sequences"
     ):
-        loaded.model.prepare(
-            kv, settings.max_sequences, settings.step_tokens, checks_reads=settings.integrity == "full"
-        )
+        executor = ModelExecutor(loaded.model, kv, backend, checks_reads=settings.integrity == "full")
+        executor.prepare(settings.max_sequences, settings.step_tokens)
     card = _card(loaded, settings, int(settings.model_path.stat().st_mtime))
     facts = {
         "kv_dtype": settings.kv_dtype, "kv_scales": scales.origin, "kv_bytes": kv.nbytes, "integrity": settings.integrity,
         **describe(backend),
     }  # fmt: skip
     kv_format = f"{settings.kv_dtype}/page{settings.page_size}/scales-{scales.fingerprint}/activations{settings.activations_bits}/v1"
-    return Prepared(card, _engine(loaded, kv, kv_format, settings, card.max_request_tokens), facts)
+    return Prepared(card, _engine(loaded, executor, kv_format, settings, card.max_request_tokens), facts)
 
 
 @contextmanager
@@ -92,13 +91,13 @@ def _card(loaded: LoadedModel, settings: WorkerSettings, created_s: int) -> Mode
 
 def _engine(
     loaded: LoadedModel,
-    kv: KvPool,
+    executor: ModelExecutor,
     kv_format: str,
     settings: WorkerSettings,
     max_request_tokens: int,
 ) -> Engine:
     parts = EngineParts(
-        executor=ModelExecutor(loaded.model, kv, loaded.backend, checks_reads=settings.integrity == "full"),
+        executor=executor,
         namespaces=NamespaceRing(settings.namespace_secret, loaded.digest, kv_format),
         token_bytes=tuple(token_bytes(loaded.tokenizer)),
         eos_token_ids=frozenset(loaded.tokenizer.eos_token_ids),

@@ -55,6 +55,13 @@ class ModelExecutor:
         return build_batch(chunks, self.page_size, self.backend)
 
     @device_work()
+    def prepare(self, max_sequences: int, step_tokens: int) -> None:
+        """Do now what would hold up the first steps (see `Model.prepare`), and the first look at seals. Changes no page."""
+        self.model.prepare(self.kv, max_sequences, step_tokens, checks_reads=self._checks_reads)
+        if self._keeper is not None:
+            self._keeper.prepare()
+
+    @device_work()
     def run(self, batch: StepBatch, pool: PagePool) -> list[ChunkResult]:
         """Seal what the step writes to, forward, then sample all due rows of sequences whose pages were found sound."""
         assert isinstance(batch, Batch)

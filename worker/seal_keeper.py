@@ -22,6 +22,13 @@ class SealKeeper:
         self._backend = backend
         self._k_scale, self._v_scale = kv.k_scale.clone(), kv.v_scale.clone()
 
+    def prepare(self) -> None:
+        """Compile what opens, rekeys and verifies pages on a GPU, by means of a page that isn't there: nothing is done to it."""
+        if self._backend is Backend.GPU:
+            nowhere = PageId(-1)
+            self.carry_out(SealPlan(opened=[(nowhere, 0)], rekeyed=[(nowhere, 0, 0)]))
+            self.verify([nowhere], [0])
+
     def carry_out(self, plan: SealPlan) -> None:
         """Open and rekey pages."""
         if plan.opened:

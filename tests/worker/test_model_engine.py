@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.kv_pool import KvPool
+from kernels.page_seal import gpu as page_seal
 from protocol.ids import ModelName
 from worker.errors import SettingsError
 from worker.model.decoder import Decoder
@@ -15,6 +16,8 @@ from worker.model_engine import preparation
 from worker.settings import WorkerSettings
 
 TOO_MUCH = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 3.94 GiB is free."
+
+SEAL_OPS = ("open_pages_gpu", "rekey_pages_gpu", "verify_pages_gpu")
 
 
 @pytest.fixture
@@ -35,15 +38,23 @@ def settings(tmp_path: Path, tiny_models: ModuleType) -> Callable[..., WorkerSet
 
 
 @pytest.mark.parametrize("mode", ["lease", "seal", "full"])
-def test_a_worker_on_a_gpu_is_prepared(settings: Callable[..., WorkerSettings], mode: str) -> None:
-    """Model, pages and passes are there before it says so, in every mode, and nothing of that is left in a page."""
+def test_a_worker_on_a_gpu_is_prepared(
+    settings: Callable[..., WorkerSettings], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Model, pages and passes are there before it says so, in every mode, and nothing of that is left in a page; so are the kernels for seals."""
+    started: list[str] = []
+    for name in SEAL_OPS:
+        real = getattr(page_seal, name)
+        monkeypatch.setattr(page_seal, name, lambda *args, name=name, real=real: started.append(name) or real(*args))
     prepared = preparation(settings(integrity=mode))()
+    assert ([] if mode == "lease" else list(SEAL_OPS)) == started
     assert (mode != "lease") is prepared.engine.executor.has_seals
     kv = prepared.engine.executor.kv
     assert "gpu" == prepared.facts["kernels"]
     assert (kv.nbytes, 64) == (prepared.facts["kv_bytes"], prepared.card.max_request_tokens)
     assert kv.k_rows.is_contiguous()
     assert not bool(kv.k.any())
+    assert kv.seals is None or not bool(kv.seals.tags.any())
 
 
 @pytest.mark.parametrize(

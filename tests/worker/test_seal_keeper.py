@@ -46,6 +46,13 @@ def test_plans_are_carried_out(pool, backend, count):
     assert [-1] * count == keeper.verify(pages[:count], [key ^ 1 for key in KEYS[:count]])
 
 
+def test_preparing_changes_no_page(pool, backend):
+    """Nor a seal: what is compiled by it is asked for a page that isn't there."""
+    before = [tensor.clone() for tensor in (pool.k, pool.v, pool.seals.tags)]
+    SealKeeper(pool, backend).prepare()
+    assert all(map(torch.equal, before, (pool.k, pool.v, pool.seals.tags)))
+
+
 def test_scales_are_mended(pool, backend):
     """They come back as the pool was made, and it's told whether they had changed."""
     keeper = SealKeeper(pool, backend)
