@@ -36,12 +36,18 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3", "glm4_moe", "deeps
 
 
 class OneDevice(TorchDispatchMode):
-    """No op may take tensors of two devices, but for copies."""
+    """No op may take tensors of two devices, but for copies; and nobody may wait for a copy to the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         devices = {tensor.device for tensor in tensors}
-        assert len(devices) < 2 or func is torch.ops.aten.copy_.default, func
+        options = kwargs or {}
+        if func is torch.ops.aten.copy_.default:
+            assert len(devices) < 2 or options.get("non_blocking", args[-1] is True), "waits for a copy"
+        else:
+            assert len(devices) < 2, func
+        if func is torch.ops.aten._to_copy.default:
+            assert options.get("non_blocking") or options.get("device", CPU) == CPU, "waits for a copy"
         return func(*args, **(kwargs or {}))
 
 
