@@ -1,15 +1,21 @@
 """The float layers compute what transformers computes, and calibration pays."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
+from bench.comparison import Comparison, evaluation_windows, logits_of
+from kernels.backend import resolve
 from worker.model.architectures import folder_config
+from worker.model.load import load_model
 from worker.quantize.float_layers import FloatLayers
 from worker.quantize.job import Options, prepare
+from worker.quantize.plan import layer_of
 from worker.quantize.source import FolderSource
 from worker.quantize.texts import calibration_text, evaluation_text
 from worker.quantize.windows import calibration_windows
@@ -69,6 +75,36 @@ def test_gptq_is_closer_than_rounding(make_folder: Make, tmp_path: Path) -> None
             outputs.append(model(windows).logits)
     rtn, gptq = (float((output - outputs[0]).square().mean()) for output in outputs[1:])
     assert 0 < gptq < 0.8 * rtn
+
+
+@pytest.fixture(scope="module")
+def smollm2_start(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first layers of SmolLM2 with its embedding, last norm and head, as a folder in 16 bits."""
+    folder = tmp_path_factory.mktemp("smollm2") / "start"
+    num_layers = 4
+    prepare(smollm2_path, Options(policy="none")).run(folder, lambda more: None)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if (layer_of(name) or 0) < num_layers}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+    return folder
+
+
+def test_gptq_is_closer_than_rounding_on_real_weights(smollm2_start: Path, tmp_path: Path) -> None:
+    """Next-token distributions through our engine, over the evaluation text."""
+    options = {"rtn": Options(), "gptq": Options(method="gptq", calibration_tokens=2048)}
+    reference = load_model(smollm2_start, resolve("cpu"))
+    windows = evaluation_windows(reference, 1024)
+    expected = [logits_of(reference, window, "fp16") for window in windows]
+    divergence = {}
+    for name, chosen in options.items():
+        prepare(smollm2_start, chosen).run(tmp_path / name, lambda more: None)
+        loaded, comparison = load_model(tmp_path / name, resolve("cpu")), Comparison(name)
+        for window, theirs in zip(windows, expected, strict=True):
+            comparison.add(logits_of(loaded, window, "fp16")[:-1], theirs[:-1], torch.tensor(window[1:]))
+        divergence[name] = comparison.mean_divergence
+    assert 0 < divergence["gptq"] < 0.5 * divergence["rtn"]
 
 
 def test_the_two_texts_have_no_passage_in_common() -> None:

@@ -25,3 +25,18 @@ def test_peak_memory(matrix_mb: int, tmp_path: Path) -> None:
     assert found["largest_file_bytes"] >= 64 << 20
     assert found["result_bytes"] < 0.75 * found["source_bytes"]
     assert 0 < found["extra_peak_bytes"] < 2 * found["largest_file_bytes"]
+
+
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    """The first process dies with part of the source done; the second ends it, and needs no more memory than is allowed."""
+    sizes = ["--shard-mb", "8", "--shards", "3", "--matrix-mb", "1", "--kill-at", "0.6"]
+    command = [sys.executable, "-m", "bench.streaming", str(tmp_path / "work"), *sizes]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3], env=ONE_THREAD
+    )
+    assert 0 == done.returncode, done.stderr
+    found = json.loads(done.stdout)
+    killed, whole = found["runs"]
+    assert [True, False] == [killed["is_killed"], whole["is_killed"]]
+    assert 0.6 * found["source_bytes"] <= killed["done_bytes"] < found["source_bytes"]
+    assert not (tmp_path / "work").exists()
