@@ -47,7 +47,7 @@ def _num_keys(positions, selected, row, max_selected, HAS_SELECTED: tl.constexpr
     return count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ranges"])
 def _attend(
     q_latent, q_rope, k, k_scale, table, sequences, positions, selected, out, part_out, part_max, part_sum,
     latent_stride, rope_stride, score_scale, max_pages, max_selected, num_ranges,
@@ -151,7 +151,7 @@ def _store_halves(place, a, b, is_head, WIDTH: tl.constexpr, PADDED: tl.constexp
     tl.store(place[:, None] + first[None, :] + to_second, b, mask=is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ranges"])
 def _merge_ranges(
     part_out, part_max, part_sum, k_scale, positions, selected, out, max_selected, num_ranges,
     HEADS: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr, HAS_SELECTED: tl.constexpr, RANGE: tl.constexpr,

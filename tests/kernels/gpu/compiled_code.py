@@ -7,6 +7,7 @@ usage and machine code are read with the cuobjdump and nvdisasm that come with T
 """
 
 import collections
+import dataclasses
 import functools
 import json
 import re
@@ -215,6 +216,14 @@ def latent_calls() -> dict[str, Callable[[], object]]:
             calls[f"latent {name} {dtype}"] = functools.partial(
                 mla_attention_gpu, q, turned, pool, 0, rows, 0.1, selected, None, out
             )
+        if dtype == "bf16":
+            tables = [
+                dataclasses.replace(rows, page_table=torch.zeros(1, width, dtype=torch.int32))
+                for width in (16, 64, 256)
+            ]
+            calls["latent of any width"] = lambda q=q, turned=turned, pool=pool, out=out, tables=tables: [
+                mla_attention_gpu(q, turned, pool, 0, table, 0.1, None, None, out) for table in tables
+            ]
         index_q, weights, chosen = torch.zeros(1, 32, 128), torch.zeros(1, 32), torch.zeros(1, 16, dtype=torch.int32)
         one = AttentionRows(torch.zeros(1, 64, dtype=torch.int32), *torch.zeros(2, 1, dtype=torch.int32)).to(device)
         calls[f"indexer {dtype}"] = functools.partial(indexer_topk_gpu, index_q, weights, pool, 0, one, None, chosen)
@@ -308,11 +317,13 @@ def main() -> None:
         op.gpu.num_processors = lambda device: 100
     kernels: dict[str, object] = {}
 
+    variants: dict[str, set[str]] = {}
+
     def compile_only(self: JITFunction, *arguments: object, **options: object) -> None:
         compiled = run(self, *arguments, **(options | {"warmup": True}))
-        kernels[self.__name__] = describe_once(
-            compiled.asm["cubin"], compiled.metadata.shared, compiled.metadata.num_warps
-        )
+        found = describe_once(compiled.asm["cubin"], compiled.metadata.shared, compiled.metadata.num_warps)
+        variants.setdefault(self.__name__, set()).add(compiled.hash)
+        kernels[self.__name__] = found | {"num_variants": len(variants[self.__name__])}
 
     describe_once = functools.cache(describe)
     run, JITFunction.run = JITFunction.run, compile_only
@@ -321,6 +332,7 @@ def main() -> None:
     for name in SOME if sys.argv[2:] == ["some"] else calls:
         call = calls[name]
         kernels.clear()
+        variants.clear()
         call()
         report[name] = dict(kernels)
     json.dump(report, sys.stdout)

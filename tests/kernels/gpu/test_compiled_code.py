@@ -116,6 +116,14 @@ def test_pages_are_verified_16_bytes_at_a_time(compiled):
         assert found["instructions"]["LDG.E.128"] >= 6, call
 
 
+def test_a_wider_page_table_is_no_reason_to_compile(compiled):
+    """A start tries the widest one: steps between find their kernels there."""
+    _, report = compiled
+    if "latent of any width" not in report:
+        pytest.skip("compiled for Hopper only")
+    assert 1 == report["latent of any width"]["_attend"]["num_variants"]
+
+
 def test_one_row_and_thousands_run_on_one_instruction(compiled):
     """Few rows and many may take other tiles, but a row is multiplied by the same instruction of the same shape: its bits can't differ."""
     _, report = compiled
