@@ -55,19 +55,19 @@ def main() -> None:
     bandwidth = copy_bandwidth(device)
     print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s (bytes read and written)\n")
     if arguments.only != "model":
-        kernels(bandwidth, device)
+        measure_kernels(bandwidth, device)
     if arguments.only != "kernels":
         with tempfile.TemporaryDirectory(prefix="sluicegate-gpu-") as folder:
             path = arguments.model or gpu_model.made_up(Path(folder) / "made-up")
             try:
-                model(path, backend, bandwidth, gpu_model.ModelSizes())
+                measure_model(path, backend, bandwidth, gpu_model.ModelSizes())
             except (ModelError, torch.OutOfMemoryError) as error:
                 sys.exit(f"bench-gpu: {error}")
     print(f"\ntook {time.monotonic() - started_s:.0f} s in all")
 
 
-def kernels(bandwidth: float, device: torch.device) -> None:
-    """The ops one by one."""
+def measure_kernels(bandwidth: float, device: torch.device) -> None:
+    """Check and time the ops one by one."""
     started_s = time.monotonic()
     results = [check(case) for case in every_case(FULL, device)]
     if not all(results):
@@ -80,8 +80,8 @@ def kernels(bandwidth: float, device: torch.device) -> None:
         print(row(case, bandwidth, device))
 
 
-def model(path: Path, backend: Backend, bandwidth: float, sizes: gpu_model.ModelSizes) -> None:
-    """A model as a worker runs it."""
+def measure_model(path: Path, backend: Backend, bandwidth: float, sizes: gpu_model.ModelSizes) -> None:
+    """Check and time a model as a worker runs it."""
     started_s = time.monotonic()
     loaded = load_model(path, backend)
     print(

@@ -46,6 +46,11 @@ def add_bench(commands: Parsers, add: Add) -> None:
     parser.add_argument("--kernels", choices=("auto", "ref", "cpu", "gpu"), default="auto", help="implementation")
     parser.add_argument("--rounds", type=whole(1, 100), metavar="N", default=3, help="turns of dd and load")
     _peers(add(actions, "peers", "bench:peers", "install the engines that ours is compared with"))
+    _add_service_benches(actions, add)
+
+
+def _add_service_benches(actions: Parsers, add: Add) -> None:
+    """Of gateway and queue, without a model."""
     parser = add(actions, "gateway", "bench_gateway:run", "CPU time of authentication and admission")
     parser.add_argument("--requests", type=whole(1, 1_000_000), metavar="N", default=2000, help="requests of each kind")
     more = "\n\nStarts synthetic workers of its own in a temporary folder; compare numbers of one run only."

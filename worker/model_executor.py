@@ -31,7 +31,7 @@ class ModelExecutor:
     def __init__(self, model: Model, kv: KvPool, backend: Backend, *, checks_reads: bool = False) -> None:
         self.model = model
         self.kv = kv
-        self.backend = backend
+        self._backend = backend
         self._checks_reads = checks_reads
         self._keeper = SealKeeper(kv, backend) if kv.seals is not None else None
 
@@ -52,7 +52,7 @@ class ModelExecutor:
 
     def build(self, chunks: ListLike[Chunk]) -> Batch:
         """The tensors of one forward pass."""
-        return build_batch(chunks, self.page_size, self.backend)
+        return build_batch(chunks, self.page_size, self._backend)
 
     @device_work()
     def prepare(self, max_sequences: int, step_tokens: int) -> None:

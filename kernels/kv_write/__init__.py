@@ -45,11 +45,5 @@ def kv_write(
     from kernels import _native
 
     _native.kv_write(
-        k.data_ptr(),
-        k_stride,
-        0 if v is None else v.data_ptr(),
-        v_stride,
-        slots.data_ptr(),
-        rows,
-        native_layer(pool, layer),
-    )
+        k.data_ptr(), k_stride, 0 if v is None else v.data_ptr(), v_stride, slots.data_ptr(), rows, native_layer(pool, layer)
+    )  # fmt: skip

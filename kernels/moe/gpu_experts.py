@@ -62,8 +62,13 @@ class GpuExpertMatrices:
 class GpuExperts:
     """What a mixture's experts compute with."""
 
-    gate_up: GpuExpertMatrices
-    down: GpuExpertMatrices
+    gate_up: GpuExpertMatrices  # [2 * size, hidden] each, gate in the first half
+    down: GpuExpertMatrices  # [hidden, size] each
+
+    def __post_init__(self) -> None:
+        (double, hidden), (out, size) = self.gate_up.shape, self.down.shape
+        if (double, hidden) != (2 * size, out) or len(self.gate_up.units) != len(self.down.units):
+            raise KernelError(f"GpuExperts: gate_up {[double, hidden]} and down {[out, size]} don't fit each other")
 
     @property
     def num_experts(self) -> int:

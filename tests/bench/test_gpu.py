@@ -118,7 +118,7 @@ def test_a_wrong_model_is_not_timed(card, checkpoint, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(gpu_model, "check", lambda *_: False)
         with pytest.raises(SystemExit, match="a check failed, so nothing is timed"):
-            gpu.model(checkpoint, Backend.GPU, 1e9, FEW)
+            gpu.measure_model(checkpoint, Backend.GPU, 1e9, FEW)
     assert "tokens/s" not in capsys.readouterr().out
 
 

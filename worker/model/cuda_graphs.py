@@ -24,7 +24,7 @@ from worker.model.step_memory import StepShape, padding_step, send
 
 _log = structlog.get_logger(__name__)
 
-Compute = Callable[[StepInput], torch.Tensor]
+DecodePass = Callable[[StepInput], torch.Tensor]
 """A pass over a step on the device, whose result float32 [num_rows, ...] is always in the same place for the same step."""
 Call = Callable[[], object]
 Record = Callable[[Call], Call]
@@ -65,7 +65,7 @@ class DecodeGraphs:
     """Runs decode steps through recorded graphs. Not thread-safe. A result is overwritten by the next step."""
 
     def __init__(
-        self, compute: Compute, max_rows: int, max_pages: int, device: torch.device, record: Record | None = None
+        self, compute: DecodePass, max_rows: int, max_pages: int, device: torch.device, record: Record | None = None
     ) -> None:
         """For steps of up to `max_rows` rows and tables of up to `max_pages` pages."""
         self._compute = compute

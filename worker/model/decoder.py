@@ -19,7 +19,7 @@ from kernels.rms_norm import rms_norm
 from kernels.take_rows import take_rows
 from worker.model.checkpoint import Checkpoint
 from worker.model.config import ModelConfig
-from worker.model.device_steps import MAX_ROWS, DeviceSteps, Parts
+from worker.model.device_steps import USUAL_ROWS, DeviceSteps, Parts
 from worker.model.errors import ModelError
 from worker.model.latent_attention import latent_layout
 from worker.model.projection import load_matrix, load_norm
@@ -139,7 +139,7 @@ class Decoder:
             self._on_device = self._new_device_steps(pool, max_sequences)
             self._on_device.prepare(step_tokens, checks_reads=checks_reads)
 
-    def _new_device_steps(self, pool: KvPool, max_rows: int = MAX_ROWS) -> DeviceSteps:
+    def _new_device_steps(self, pool: KvPool, max_rows: int = USUAL_ROWS) -> DeviceSteps:
         self._on_device = None  # its memory is free for the next one
         config = self.config
         parts = Parts(self._compute, self._logits, self._allocate, config.vocab_size, config.context_length)

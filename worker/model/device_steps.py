@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from kernels.kv_pool import KvPool
-from worker.model.cuda_graphs import FEWEST_PAGES, Compute, DecodeGraphs, power_of_two
+from worker.model.cuda_graphs import FEWEST_PAGES, DecodeGraphs, DecodePass, power_of_two
 from worker.model.step import StepInput
 from worker.model.step_memory import StepShape, padding_step, send
 from worker.model.workspace import Workspace
 
-MAX_ROWS = 64  # of a recorded step, unless it's known how many sequences there may be
+USUAL_ROWS = 64  # of a recorded step, unless it's known how many sequences there may be
 _LOGITS_AT_ONCE = (
     256  # rows of a pass op by op: those of all of a prompt would take gigabytes, here and in pinned memory
 )
@@ -34,7 +34,7 @@ class Parts:
 class DeviceSteps:
     """The passes over one pool. Not thread-safe, as their memory is shared."""
 
-    def __init__(self, parts: Parts, pool: KvPool, device: torch.device, max_rows: int = MAX_ROWS) -> None:
+    def __init__(self, parts: Parts, pool: KvPool, device: torch.device, max_rows: int = USUAL_ROWS) -> None:
         self.pool = pool
         self._parts = parts
         self._device = device
@@ -69,7 +69,7 @@ class DeviceSteps:
         num_singles, num_logits = min(self._max_rows, step_tokens) - 1, min(step_tokens, _LOGITS_AT_ONCE)
         largest = padding_step(step_tokens, num_singles, self._max_pages, num_logits=num_logits, has_check=checks_reads)
         self.run(largest)
-        for exponent in reversed(range((step_tokens - 1).bit_length())):
+        for exponent in reversed(range(1, (step_tokens - 1).bit_length())):  # one row is a decode step
             num_rows = 1 << exponent
             few = min(num_rows, _LOGITS_AT_ONCE)
             self.run(padding_step(num_rows, 0, 1, num_logits=few, has_check=checks_reads))
@@ -114,7 +114,7 @@ class DeviceSteps:
             torch.cuda.current_stream(self._device).synchronize()
 
 
-def _decode(parts: Parts, pool: KvPool, device: torch.device, max_rows: int) -> Compute:
+def _decode(parts: Parts, pool: KvPool, device: torch.device, max_rows: int) -> DecodePass:
     """What is recorded. It computes in memory of its own, which stays where it is, and holds nothing that holds the graphs."""
     workspace = parts.allocate(max_rows)
     logits = torch.empty(max_rows, parts.vocab_size, dtype=torch.float32, device=device)

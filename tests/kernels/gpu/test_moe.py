@@ -1,5 +1,7 @@
 """Mixtures of experts for GPUs, interpreted: against the reference, and row by row against themselves."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -109,3 +111,13 @@ def test_no_rows_and_wrong_experts(gpu, make_experts):
     for given, backend in ((experts, gpu), (placed(experts), Backend.CPU)):
         with pytest.raises(KernelError, match="not laid out"):
             moe(x, logits, given, Routing(EXPERTS, 2), backend=backend)
+
+
+def test_experts_that_do_not_fit_each_other_are_refused(make_experts):
+    """As on a CPU: sizes of one layer beside those of another would be read beyond their ends."""
+    one, other = placed(make_experts("f32")), placed(make_experts("f32", size=2 * SIZE))
+    with pytest.raises(KernelError, match=r"^GpuExperts: gate_up .* and down .* don't fit each other$"):
+        GpuExperts(one.gate_up, other.down)
+    fewer = dataclasses.replace(one.down, units=one.down.units[1:])
+    with pytest.raises(KernelError, match="don't fit each other"):
+        GpuExperts(one.gate_up, fewer)
