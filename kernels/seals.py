@@ -44,8 +44,9 @@ class SealKeys:
         rows = parts[2].view(torch.int32).view(layout.page_size, NUM_SUMS).to(torch.int64).cumsum(dim=0)
         shape = (layout.num_layers, layout.num_kv_heads)
         return cls(
-            k_words=parts[0].view(torch.int16).view(NUM_SUMS, k_words),
-            v_words=parts[1].view(torch.int16).view(NUM_SUMS, v_words),
+            # Copies begin at a multiple of 64 bytes, as the kernels' loads do.
+            k_words=parts[0].view(torch.int16).view(NUM_SUMS, k_words).clone(),
+            v_words=parts[1].view(torch.int16).view(NUM_SUMS, v_words).clone(),
             rows=torch.cat([torch.zeros(1, NUM_SUMS, dtype=torch.int64), rows]).to(torch.int32).contiguous(),
             factor=parts[3].view(torch.int64).view(shape) | 1,
             offset=parts[4].view(torch.int64).view(shape).clone(),

@@ -66,25 +66,30 @@ private:
     template <KvType kType>
     void range(const Tile& tile, int64_t kv_head, int64_t r, const Ahead& ahead, float* states, bool merges) const {
         const int64_t begin = r * kRange, end = std::min(tile.num_keys, begin + kRange);
-        if (call_.page_keys != nullptr) verify(tile, kv_head, begin, end, r == first_range(tile));
         const PagedHead pages = pages_of(tile, kv_head);
-        const Span span{tile, pages, kv_head, begin, end, ahead, states, merges};
+        PageSums sums(layer_, kv_head);
+        const int64_t first_place = call_.page_keys == nullptr ? 0 : expect(tile, begin, end, r == first_range(tile), sums);
+        const Span span{tile, pages, kv_head, begin, end, ahead, states, merges, sums};
         // One row reads each key once: straight from the pages. More rows share what is converted once.
         if (tile.num_rows == 1 && pages.has_vectors() && layer_.head_dim % (4 * kLanes) == 0) row_range<kType>(span);
         else tile_range<kType>(span);
+        sums.judge([&](int64_t i) {
+            int64_t none = 0;
+            const int64_t found = 1 + call_.layer * call_.max_pages + first_place + i;
+            std::atomic_ref<int64_t>(call_.violations[call_.row_sequence[tile.first_row]]).compare_exchange_strong(none, found);
+        });
     }
 
-    // Verifies the pages of keys [begin, end) that begin here, or all of them in the first range: right before the pass over their
-    // bytes, which then come from the cache.
-    void verify(const Tile& tile, int64_t kv_head, int64_t begin, int64_t end, bool is_first) const {
+    // Of keys [begin, end) the pages that begin here, or all of them in the first range. Their sums are taken right after the pass over their bytes,
+    // which are in the caches then, and while what was fetched ahead is on its way. Returns the first one's place in the table.
+    int64_t expect(const Tile& tile, int64_t begin, int64_t end, bool is_first, PageSums& sums) const {
         const int64_t sequence = call_.row_sequence[tile.first_row], size = layer_.page_size;
-        const int64_t table = sequence * call_.max_pages;
-        for (int64_t place = is_first ? begin / size : (begin + size - 1) / size; place * size < end; ++place) {
+        const int64_t table = sequence * call_.max_pages, first = is_first ? begin / size : (begin + size - 1) / size;
+        for (int64_t place = first; place * size < end; ++place) {
             const int64_t num_tokens = std::clamp<int64_t>(call_.num_tokens[sequence] - place * size, 0, size);
-            if (is_sealed(layer_, call_.page_table[table + place], kv_head, call_.page_keys[table + place], num_tokens)) continue;
-            int64_t none = 0;
-            std::atomic_ref<int64_t>(call_.violations[sequence]).compare_exchange_strong(none, 1 + call_.layer * call_.max_pages + place);
+            sums.expect({call_.page_table[table + place], call_.page_keys[table + place], num_tokens});
         }
+        return first;
     }
 
     // One tile and kv head over keys [begin, end).
@@ -95,6 +100,7 @@ private:
         const Ahead& ahead;
         float* states;
         bool merges;
+        PageSums& sums;
     };
 
     template <KvType kType>
@@ -133,13 +139,14 @@ private:
         for (int r = 0; r < kCount; ++r) q[r] = call_.q + row * call_.q_stride + (span.kv_head * ratio_ + query + r) * dim;
         int64_t first, last;
         limits(span, row, &first, &last);
-        if (first >= last) return;
         alignas(64) float scores[kCount * kRange];
         score_pages<kType, kCount>(q, score_scale<kType>(span.kv_head), span.pages, span.begin, span.begin + last, scores);
+        if (query == 0) span.sums.add_keys();
         float maximum[kCount], sum[kCount];
         for (int r = 0; r < kCount; ++r) maximum[r] = largest_score(scores + r * kRange, first, last);
         for (int r = 0; r < kCount; ++r) sum[r] = soften(scores + r * kRange, last, maximum[r]);
         weigh_pages<kType, kCount>(scores, span.pages, span.begin, first, last, span.ahead, parts.data());
+        if (query == 0) span.sums.add_values();
         for (int r = 0; r < kCount; ++r) add_part(span, query + r, maximum[r], sum[r], parts.data() + r * dim);
     }
 
@@ -150,6 +157,8 @@ private:
         const int64_t stride = (dim + kLanes - 1) / kLanes * kLanes;
         scratch.resize(dim);
         load_range<kType>(span.pages, span.begin, span.end, scratch);
+        span.sums.add_keys();
+        span.sums.add_values();
         for (int64_t begin = 0; begin < count; begin += kBatch) {
             QueryBatch batch;
             batch.count = std::min(kBatch, count - begin);

@@ -125,7 +125,7 @@ inline void verify_place(const SealExpectation& expected, const KvLayer& layer, 
                          int64_t max_pages, int64_t place) {
     const int64_t at = sequence * max_pages + place, size = layer.page_size;
     const int64_t num_tokens = std::clamp<int64_t>(expected.num_tokens[sequence] - place * size, 0, size);
-    if (is_sealed(layer, page_table[at], 0, expected.page_keys[at], num_tokens)) return;
+    if (is_sealed(layer, 0, {page_table[at], expected.page_keys[at], num_tokens})) return;
     int64_t none = 0;
     std::atomic_ref<int64_t>(expected.violations[sequence]).compare_exchange_strong(none, 1 + expected.layer * max_pages + place);
 }
