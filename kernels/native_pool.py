@@ -1,5 +1,8 @@
 """A pool's addresses and sizes as the native module takes them."""
 
+from functools import lru_cache
+
+from kernels.kv_layout import KvLayout
 from kernels.kv_pool import KvPool
 from kernels.seals import PageSeals
 
@@ -18,8 +21,12 @@ def native_layer(pool: KvPool, layer: int) -> tuple[int, ...]:
 
 def native_pool(pool: KvPool) -> tuple[tuple[int, ...], list[int]]:
     """The first layer, as if it had values, and for each layer the place of its values or -1."""
-    layout = pool.layout
-    return _layer(pool, 0, 0, layout.v_dim), [layout.value_index(layer) for layer in range(layout.num_layers)]
+    return _layer(pool, 0, 0, pool.layout.v_dim), _value_indices(pool.layout)
+
+
+@lru_cache(maxsize=16)
+def _value_indices(layout: KvLayout) -> list[int]:
+    return [layout.value_index(layer) for layer in range(layout.num_layers)]
 
 
 def _layer(pool: KvPool, layer: int, value_index: int, v_dim: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 
 from kernels.errors import KernelError
@@ -88,9 +89,12 @@ class SealCheck:
 
     def note(self, violations: torch.Tensor, max_pages: int) -> None:
         """Take over what was found for these sequences, int64 [num_sequences] on the CPU, by a pass whose table has another width."""
-        found = violations - 1
-        place, layer = found % max_pages, found // max_pages
-        self.violations.copy_(torch.where(found >= 0, 1 + layer * self.page_keys.shape[1] + place, 0))
+        found, own = violations.numpy(), self.violations.numpy()
+        if not found.any():
+            own[:] = 0
+            return
+        layer, place = np.divmod(found - 1, max_pages)
+        own[:] = np.where(found > 0, 1 + layer * self.page_keys.shape[1] + place, 0)
 
     def violation(self, sequence: int) -> tuple[int, int] | None:
         """(layer, place in the table) of a page of the sequence that failed."""

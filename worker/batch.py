@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.backend import Backend
-from kernels.lease_check import lease_check
+from kernels.lease_check import lease_check, leases_hold
 from worker.cache.page_pool import PagePool
 from worker.executor import prompt_logit_positions
 from worker.model.step import StepInput
@@ -26,13 +26,18 @@ class Batch:
     chunks: ListLike[Chunk]
     step: StepInput
     prompt_rows: ListLike[int]
-    expected_tags: torch.Tensor  # int64 [num_chunks, max_pages], 0 where the table is padding
+    expected_tags: (
+        torch.Tensor
+    )  # int64 [num_chunks, max_pages], 0 where the table is padding; contiguous, as the table is
     backend: Backend
 
     def stale_chunks(self, pool: PagePool) -> list[Chunk]:
         """Chunks whose table leads to a page of another life or owner, read through the table that attention will use, or be sent a copy of."""
+        # All of it lies on the CPU.
+        if self.backend is not Backend.REF and leases_hold(pool.tags, self.step.page_table, self.expected_tags):
+            return []
         tags = torch.from_numpy(pool.tags.view(np.int64))
-        backend = Backend.CPU if self.backend is Backend.GPU else self.backend  # all of it lies on the CPU
+        backend = Backend.CPU if self.backend is Backend.GPU else self.backend
         found = lease_check(tags, self.step.page_table, self.expected_tags, backend=backend)
         return [chunk for chunk, place in zip(self.chunks, found.tolist(), strict=True) if place >= 0]
 

@@ -92,7 +92,7 @@ class ModelExecutor:
 
 
 def _violations(step: StepInput, num_chunks: int) -> list[BadPage | None]:
-    if step.seal_check is None:
+    if step.seal_check is None or not step.seal_check.violations.numpy().any():
         return [None] * num_chunks
     found = [step.seal_check.violation(row) for row in range(num_chunks)]
     return [None if bad is None else BadPage(place=bad[1], layer=bad[0]) for bad in found]

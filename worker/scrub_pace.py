@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SHARE = 0.005
+SHARE = 0.0025
 
 
 class ScrubPace:

@@ -63,9 +63,9 @@ class SealKeeper:
 
     def _columns(self, rows: ListLike[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
         """The columns of n > 0 rows of numbers, int64 [n] each, brought to the pool in one copy that nobody waits for."""
-        columns, device = torch.tensor(rows, dtype=torch.int64).T, self._kv.k.device
+        columns, device = np.array(rows, dtype=np.int64).T, self._kv.k.device
         # Each at a multiple of 16 bytes: for other addresses a GPU's kernels would be compiled once more.
         shape = (len(columns), len(rows) + len(rows) % 2)
         spaced = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
-        spaced[:, : len(rows)] = columns
+        spaced.numpy()[:, : len(rows)] = columns
         return spaced.to(device, non_blocking=True)[:, : len(rows)].unbind(dim=0)

@@ -1,5 +1,7 @@
 """Whether a page table still leads to the lives of the pages that it was made for."""
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels.backend import Backend
@@ -40,3 +42,14 @@ def lease_check(
         found.data_ptr(),
     )
     return found
+
+
+def leases_hold(tags: npt.NDArray[np.uint64], page_table: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether `lease_check` would find nothing, for contiguous numbers on the CPU: tags uint64 [num_pages], page_table int32 and expected int64 [S, P].
+
+    Asked before each pass, so it doesn't look at types and shapes: that would take several times as long as the comparison.
+    """
+    from kernels import _native
+
+    table, wanted = page_table.data_ptr(), expected.data_ptr()
+    return _native.leases_hold(tags.__array_interface__["data"][0], len(tags), table, wanted, expected.numel())

@@ -53,6 +53,15 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
+// The first of `count` places of a table whose page hasn't the tag that it must have (0 stands for no page), or `count`.
+int64_t first_stale(const uint64_t* tags, int64_t num_pages, const int32_t* page_table, const uint64_t* expected, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+        const bool is_outside = page_table[i] < 0 || page_table[i] >= num_pages;
+        if (expected[i] != 0 && (is_outside || tags[page_table[i]] != expected[i])) return i;
+    }
+    return count;
+}
+
 // A layer as `native_pool.py` describes it: addresses of keys, values, their scales; sizes; element type; whether keys lie by token;
 // addresses of the seals.
 using LayerTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, bool, uintptr_t,
@@ -284,15 +293,13 @@ NB_MODULE(_native, m) {
                             int64_t max_pages, uintptr_t found) {
         submit([=] {
             for (int64_t i = 0; i < sequences; ++i) {
-                int64_t place = -1;
-                for (int64_t j = 0; j < max_pages && place < 0; ++j) {
-                    const uint64_t wanted = at<const uint64_t>(expected)[i * max_pages + j];
-                    const int64_t page = at<const int32_t>(page_table)[i * max_pages + j];
-                    const bool is_outside = page < 0 || page >= num_pages;
-                    if (wanted != 0 && (is_outside || at<const uint64_t>(tags)[page] != wanted)) place = j;
-                }
-                at<int64_t>(found)[i] = place;
+                const int64_t place = first_stale(at<const uint64_t>(tags), num_pages, at<const int32_t>(page_table) + i * max_pages,
+                                                  at<const uint64_t>(expected) + i * max_pages, max_pages);
+                at<int64_t>(found)[i] = place < max_pages ? place : -1;
             }
         });
+    });
+    m.def("leases_hold", [](uintptr_t tags, int64_t num_pages, uintptr_t page_table, uintptr_t expected, int64_t count) {
+        return first_stale(at<const uint64_t>(tags), num_pages, at<const int32_t>(page_table), at<const uint64_t>(expected), count) == count;
     });
 }

@@ -7,6 +7,8 @@ to be called one op at a time.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels.kv_pool import KvPool
@@ -21,9 +23,9 @@ MAX_SHAPES = 128
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A pass of one shape: where its input goes, its calls, where its output is."""
+    """A pass of one shape: where its input goes but for the page table, its calls, where its output is."""
 
-    step: StepInput
+    numbers: tuple[npt.NDArray[np.integer], ...]
     recording: Recording
     out: torch.Tensor
 
@@ -47,6 +49,10 @@ class RecordedSteps:
             num_tokens=torch.zeros(MAX_ROWS, dtype=torch.int32),
             violations=torch.zeros(MAX_ROWS, dtype=torch.int64),
         )
+        self._table_numbers = self._page_table.numpy()
+        self._check_numbers = (
+            self._check.page_keys.numpy(), self._check.num_tokens.numpy(), self._check.violations.numpy()
+        )  # fmt: skip
         self._recorded: dict[tuple[int, int, bool], RecordedStep] = {}
 
     def takes(self, step: StepInput) -> bool:
@@ -56,23 +62,21 @@ class RecordedSteps:
     def run(self, step: StepInput) -> torch.Tensor:
         """The normalized last hidden states of the wanted rows, float32 [num_logits, hidden], good until the next call."""
         num_sequences, num_pages = step.page_table.shape
-        self._page_table[:num_sequences, :num_pages] = step.page_table
+        # By numpy: torch takes several times as long for some bytes.
+        self._table_numbers[:num_sequences, :num_pages] = step.page_table.numpy()
         shape = (len(step.token_ids), len(step.logit_rows), step.seal_check is not None)
         recorded = self._recorded.get(shape)
         if recorded is None:
             if len(self._recorded) == MAX_SHAPES:
                 self._recorded.pop(next(iter(self._recorded)))
             recorded = self._recorded[shape] = self._record(step)
-        target = recorded.step
-        target.token_ids.copy_(step.token_ids)
-        target.positions.copy_(step.positions)
-        target.slots.copy_(step.slots)
-        target.row_sequence.copy_(step.row_sequence)
-        target.logit_rows.copy_(step.logit_rows)
+        for target, numbers in zip(recorded.numbers, _numbers(step), strict=True):
+            target[:] = numbers
         if step.seal_check is not None:
-            self._check.page_keys[:num_sequences, :num_pages] = step.seal_check.page_keys
-            self._check.num_tokens[:num_sequences] = step.seal_check.num_tokens
-            self._check.violations.zero_()
+            page_keys, num_tokens, violations = self._check_numbers
+            page_keys[:num_sequences, :num_pages] = step.seal_check.page_keys.numpy()
+            num_tokens[:num_sequences] = step.seal_check.num_tokens.numpy()
+            violations[:] = 0
         recorded.recording.run()
         if step.seal_check is not None:
             step.seal_check.note(self._check.violations[:num_sequences], self._max_pages)
@@ -86,4 +90,11 @@ class RecordedSteps:
         recording = Recording()
         with recording.record():
             out = self._compute(target, self.pool, self._workspace.first(len(step.token_ids)))
-        return RecordedStep(target, recording, out)
+        return RecordedStep(_numbers(target), recording, out)
+
+
+def _numbers(step: StepInput) -> tuple[npt.NDArray[np.integer], ...]:
+    """All but the page table, as arrays over the same memory."""
+    return tuple(
+        numbers.numpy() for numbers in (step.token_ids, step.positions, step.slots, step.row_sequence, step.logit_rows)
+    )
