@@ -134,6 +134,7 @@ struct PageSums {
         pages[count] = page;
         sums[count] = halves(seal_mask(layer, head, page.key));
         sums[count++] += {rows[0], rows[1]};
+        __builtin_prefetch(layer.seals.tags + part_of(count - 1));
     }
 
     void add_keys() { add(layer.k, layer.seals.k_words, k_bytes(layer) / 2); }

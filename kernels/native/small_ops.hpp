@@ -168,6 +168,9 @@ void kv_write_typed(const float* k, int64_t k_stride, const float* v, int64_t v_
     for_rows(rows, heads * (dim + v_dim) * 4, [&](int64_t row) {
         if (slots[row] < 0) return;
         const int64_t page = slots[row] / page_size, offset = slots[row] % page_size;
+        // A key that lies by dimension touches each line of its page: all of them are asked for at once.
+        const int64_t part_bytes = layer.keys_by_token ? 0 : heads * k_bytes(layer);
+        for (int64_t at = 0; at < part_bytes; at += 64) __builtin_prefetch(layer.k + page * part_bytes + at, 1);
         for (int64_t head = 0; head < heads; ++head) {
             auto* keys = reinterpret_cast<Stored*>(layer.k) + (page * heads + head) * page_size * dim;
             auto* values = reinterpret_cast<Stored*>(layer.v) + (page * heads + head) * page_size * v_dim;
