@@ -57,14 +57,18 @@ def queue(arguments: Namespace) -> None:
 def integrity(arguments: Namespace) -> None:
     """What the integrity modes cost, and what a cached prefix saves."""
     _require_worker()
-    from bench import integrity, prefix_reuse
+    from bench import integrity, prefix_reuse, sealed_attention
 
     _, path = resolve(arguments.model)
-    if arguments.only != "reuse":
+    if arguments.only in (None, "decode"):
         costs = integrity.measure(path, arguments.turns)
         integrity.write(costs, Path(arguments.out))
         print(integrity.table(costs))
-    if arguments.only != "decode":
+    if arguments.only in (None, "attention"):
+        attention = sealed_attention.measure(arguments.turns)
+        sealed_attention.write(attention, Path(arguments.out))
+        print(sealed_attention.table(attention))
+    if arguments.only in (None, "reuse"):
         reuse = prefix_reuse.measure(path, arguments.pairs)
         prefix_reuse.write(reuse, Path(arguments.out))
         print(prefix_reuse.table(reuse))

@@ -33,7 +33,8 @@ def add_bench(commands: Parsers, add: Add) -> None:
     parser.add_argument(
         "--pairs", type=whole(1, 1000), metavar="N", default=5, help="prompts without and with a cached prefix"
     )
-    parser.add_argument("--only", choices=("decode", "reuse"), help="only what checks cost, or only what prefixes save")
+    only = "only what checks cost in a step, or in attention alone, or only what prefixes save"
+    parser.add_argument("--only", choices=("decode", "attention", "reuse"), help=only)
     more = "\n\nFor those of a GPU there is `make bench-gpu`."
     parser = add(actions, "kernels", "bench:kernels", "time the CPU's matrix products alone", more)
     parser.add_argument("--kernels", choices=("cpu", "ref"), default="cpu", help="implementation")

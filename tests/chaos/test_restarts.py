@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,13 +114,7 @@ async def test_a_forward_pass_that_hangs_loses_its_jobs_and_gets_no_others(new_a
     """An answer goes on elsewhere from where it was, further requests aren't caught by the worker that hangs, and it serves again when it wakes."""
     stuck = tmp_path / "stuck"
     async with new_arena(1, 1) as arena:
-        child = await _odd_worker(arena, HANGING, stuck)
-        await _ended(arena.fleet.workers[0])
-        await arena.fleet.reap()
-        body = arena.body("A long answer, please.", ignore_eos=True, max_tokens=150)
-        assert (whole := await arena.ask(body)).is_complete
-        asking = asyncio.ensure_future(arena.ask(body))
-        await asyncio.sleep(0.5)
+        child, whole, asking = await _asked_of_an_odd_worker(arena, HANGING, stuck)
         stuck.touch()
         await asyncio.sleep(0.2)
         assert not asking.done()
@@ -148,13 +143,7 @@ async def test_a_worker_whose_gpu_fails_ends_and_its_answers_go_on(new_arena, tm
     """Nothing else would succeed in that process: it says so in one line, and the answer is whole all the same, long before its lease would be over."""
     broken = tmp_path / "broken"
     async with new_arena(1, 1) as arena:
-        child = await _odd_worker(arena, FAILING, broken, lease_s=60)
-        await _ended(arena.fleet.workers[0])
-        await arena.fleet.reap()
-        body = arena.body("A long answer, please.", ignore_eos=True, max_tokens=150)
-        assert (whole := await arena.ask(body)).is_complete
-        asking = asyncio.ensure_future(arena.ask(body))
-        await asyncio.sleep(0.5)
+        child, whole, asking = await _asked_of_an_odd_worker(arena, FAILING, broken, lease_s=60)
         if is_leaving:
             os.kill(child.pid, signal.SIGTERM)
             await asyncio.sleep(0.2)
@@ -171,7 +160,22 @@ async def test_a_worker_whose_gpu_fails_ends_and_its_answers_go_on(new_arena, tm
     assert not [line for line in lines if "Traceback" in line]
 
 
-async def _odd_worker(arena, script: str, file: Path, lease_s: float = 1) -> Child:
+async def _asked_of_an_odd_worker(
+    arena, script: str, file: Path, lease_s: float = 1
+) -> tuple[Child, Any, asyncio.Future]:
+    """The only worker that there is, a whole answer of it, and the same question asked again, which it is in the middle of."""
+    child = await _odd_worker(arena, script, file, lease_s)
+    await _ended(arena.fleet.workers[0])
+    await arena.fleet.reap()
+    body = arena.body("A long answer, please.", ignore_eos=True, max_tokens=150)
+    whole = await arena.ask(body)
+    assert whole.is_complete
+    asking = asyncio.ensure_future(arena.ask(body))
+    await asyncio.sleep(0.5)
+    return child, whole, asking
+
+
+async def _odd_worker(arena, script: str, file: Path, lease_s: float) -> Child:
     flags = (*arena.worker_flags, *RATES, "--stall", "1", "--lease", str(lease_s))
     environment = {
         **os.environ,

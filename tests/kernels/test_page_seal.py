@@ -241,6 +241,22 @@ def test_attention_verifies_what_it_reads(backend, layout, queries) -> None:
     assert [(1, 2), None] == attend(pool, lengths, queries, keys, backend)[1]
 
 
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=lambda x: x.dtype)
+def test_attention_names_any_page_of_a_long_table(backend, layout, queries) -> None:
+    """Pages that are summed up together, and those that are left over: a flipped bit of either side is put down to its own page."""
+    pool = sealed_pool(layout, backend)
+    write(pool, torch.arange(105), backend)
+    assert [None] == attend(pool, [105], [queries], PAGE_KEYS, backend)[1]
+    for page in range(7):
+        for side in (pool.k, pool.v):
+            part = side[1, page, page % 3].view(-1).view(torch.uint8)
+            at = 37 * page % len(part)
+            part[at] ^= 1 << page % 3
+            assert [(1, page)] == attend(pool, [105], [queries], PAGE_KEYS, backend)[1]
+            part[at] ^= 1 << page % 3
+
+
 def test_instruction_sets_agree_on_seals(on_each_isa) -> None:
     """All of them make the same tags."""
 
