@@ -15,6 +15,8 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import DataError, RedisError, ResponseError
 
+_LAST_LOOK = 0.1  # of the time for an answer
+
 _Pack = Callable[[tuple[Any, ...]], bytes]
 
 
@@ -30,7 +32,7 @@ def _fast_pack() -> _Pack | None:
 class Lane:
     """Runs scripts as a client's `evalsha` and `eval` do. A broken connection fails what was under way on it; nothing is sent twice.
 
-    An answer that takes longer than `timeout_s` breaks the connection: those behind it would come later still.
+    A connection on which something waits and nothing has been answered for `timeout_s` is broken. A loop that stood still itself, with answers lying in the socket, isn't taken for that.
     """
 
     def __init__(self, connect: Callable[[], AbstractConnection], timeout_s: float) -> None:
@@ -95,6 +97,8 @@ class _Wire:
         self._outbox: list[bytes] = []
         self._has_mail = asyncio.Event()
         self._watch: asyncio.TimerHandle | None = None
+        self._answered_at_s = self._loop.time()
+        self._is_last_look = False
         self.is_broken = False
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
@@ -144,6 +148,7 @@ class _Wire:
                 except ResponseError as error:
                     reply = error
                 answer, _ = self._waiting.popleft()
+                self._answered_at_s = self._loop.time()
                 if answer.done():
                     continue  # its caller was cancelled
                 if isinstance(reply, ResponseError):
@@ -167,12 +172,18 @@ class _Wire:
             self.fail(error)
 
     def _look(self) -> None:
-        """Is the oldest command overdue?"""
+        """Is the connection silent?"""
         self._watch = None
         if not self._waiting:
             return
-        left_s = self._waiting[0][1] + self._timeout_s - self._loop.time()
-        if left_s <= 0:
+        silent_since_s = max(self._waiting[0][1], self._answered_at_s)
+        left_s = silent_since_s + self._timeout_s - self._loop.time()
+        if left_s > 0:
+            self._is_last_look = False
+        elif self._is_last_look:
             self.fail(TimeoutError("Redis did not answer in time"))
-        else:
-            self._watch = self._loop.call_later(left_s, self._look)
+            return
+        else:  # this process may have been the one that stood still: what has come meanwhile is read first
+            self._is_last_look = True
+            left_s = self._timeout_s * _LAST_LOOK
+        self._watch = self._loop.call_later(left_s, self._look)

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import secrets
+import time
 
 import pytest
 from redis.asyncio import Redis
@@ -70,15 +71,31 @@ async def test_a_silent_server_costs_its_time_once(lane, client) -> None:
     """All that wait fail together within the time, those that connect anew too; afterwards all is well."""
     assert b"1" == await lane.eval(ECHO, 0, 1)
     loop = asyncio.get_running_loop()
-    await client.client_pause(1400)
+    paused_at_s = loop.time()
+    await client.client_pause(6000)
     for _ in range(2):  # on the connection that's open, and on one that can't be opened
         started_s = loop.time()
         found = await asyncio.gather(*(lane.eval(ECHO, 0, n) for n in range(50)), return_exceptions=True)
         assert all(isinstance(error, (TimeoutError, RedisError, OSError)) for error in found)
-        assert 0.4 < loop.time() - started_s < 0.9
-    await client.client_unpause()
-    await asyncio.sleep(0.3)
+        assert 0.4 < loop.time() - started_s < 2.5  # one after the other they'd take 25
+    await asyncio.sleep(paused_at_s + 6.3 - loop.time())
     assert b"2" == await lane.eval(ECHO, 0, 2)
+
+
+async def test_a_loop_that_stood_still_finds_its_answers(lane) -> None:
+    """They have lain in the socket for longer than the server had to give them."""
+    assert b"1" == await lane.eval(ECHO, 0, 1)
+    asking = asyncio.gather(*(lane.eval(ECHO, 0, n) for n in range(50)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # what was put is on its way
+    time.sleep(0.8)
+    assert [str(n).encode() for n in range(50)] == await asking
+
+
+async def test_a_slow_server_is_no_silent_one(lane, client) -> None:
+    """Answers that come one after the other are all waited for, though the last takes longer than the time for one."""
+    name = f"lane-nobody-{secrets.token_hex(4)}"
+    assert [None] * 4 == await asyncio.gather(*(lane.execute("BLPOP", name, "0.3") for _ in range(4)))
 
 
 async def test_a_broken_connection_fails_what_was_under_way_and_is_replaced(lane, client) -> None:
