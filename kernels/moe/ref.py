@@ -2,6 +2,7 @@
 
 import torch
 
+from kernels.elementwise import each
 from kernels.expert_weights import Experts
 from kernels.int4_matmul.ref import matmul_float_activations
 from kernels.moe.routing import Routing
@@ -15,7 +16,7 @@ def route_ref(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, tor
     """
     is_sound = torch.isfinite(logits).all(dim=1, keepdim=True)
     sound = torch.where(is_sound, logits, torch.zeros_like(logits))
-    scores = torch.sigmoid(sound) if routing.scoring == "sigmoid" else torch.softmax(sound, dim=1)
+    scores = each(torch.sigmoid, sound) if routing.scoring == "sigmoid" else torch.softmax(sound, dim=1)
     choice = scores if routing.bias is None else scores + routing.bias
     if routing.num_groups > 1:
         grouped = choice.view(len(choice), routing.num_groups, -1)
