@@ -27,8 +27,8 @@ struct Activations {
 
     static constexpr int64_t kTile = 32;
 
-    // Rows of the tile that begins at `row` of `end`.
-    static int64_t tile_rows(int64_t row, int64_t end) { return std::min(kTile, end - row); }
+    // Rows of the tile that begins at `row` of `end`, all tiles but the last having `size`.
+    static int64_t tile_rows(int64_t row, int64_t end, int64_t size = kTile) { return std::min(size, end - row); }
     int64_t row_bytes() const { return groups * (planes * group + 12); }
     uint8_t* tile(int64_t row) { return bytes.data() + row * row_bytes(); }
     const uint8_t* tile(int64_t row) const { return bytes.data() + row * row_bytes(); }
@@ -150,21 +150,16 @@ inline void quantize_tile(const float* x, int64_t num_rows, int64_t cols, const 
     else quantize_tile_of<1>(x, num_rows, cols, order, a, to);
 }
 
-void quantize_rows(const float* x, int64_t rows, int64_t cols, const int32_t* order, int group, int planes, Activations& a) {
-    a.groups = cols / group;
-    a.group = group;
-    a.planes = planes;
+// In tiles of `tile_size` rows, which the pool's threads share in their order.
+void quantize_rows(const float* x, int64_t rows, int64_t tile_size, const QuantizedMatrix& w, Activations& a) {
+    a.groups = w.num_cols / w.group_size;
+    a.group = w.group_size;
+    a.planes = w.planes;
     a.bytes.resize(static_cast<size_t>(rows * a.row_bytes()));
-    const auto body = [&](int64_t tile, int) {
-        const int64_t row = tile * Activations::kTile;
-        quantize_tile(x + row * cols, Activations::tile_rows(row, rows), cols, order, a, a.tile(row));
-    };
-    const int64_t tiles = (rows + Activations::kTile - 1) / Activations::kTile;
-    if (tiles < 4) {
-        for (int64_t tile = 0; tile < tiles; ++tile) body(tile, 0);
-    } else {
-        ThreadPool::instance().run(tiles, body);
-    }
+    ThreadPool::instance().run((rows + tile_size - 1) / tile_size, [&](int64_t tile, int) {
+        const int64_t row = tile * tile_size;
+        quantize_tile(x + row * w.num_cols, Activations::tile_rows(row, rows, tile_size), w.num_cols, w.order, a, a.tile(row));
+    });
 }
 
 }  // namespace

@@ -215,7 +215,7 @@ private:
 
     // What comes after range r of a unit that is computed as a whole.
     Ahead after(int64_t unit, int64_t r) const {
-        const int64_t next = unit + ThreadPool::instance().size();
+        const int64_t next = unit + 1;  // in this thread's share, most often
         if (r + 1 < num_ranges(tile_of(unit)) || next >= num_units()) return keys_of(unit, r + 1);
         return keys_of(next, first_range(tile_of(next)));
     }
@@ -287,7 +287,7 @@ private:
             const int64_t count = tile.num_rows * ratio_;
             float* own = states + unit.offset + static_cast<size_t>((piece.range - unit.first) * count) * state_size();
             clear(own, count);
-            const auto next = static_cast<size_t>(index + ThreadPool::instance().size());
+            const auto next = static_cast<size_t>(index + 1);
             const Ahead ahead = next < pieces.size() ? keys_of(pieces[next].unit, pieces[next].range) : keys_of(piece.unit, num_ranges(tile));
             range(tile, piece.unit % layer_.num_kv_heads, piece.range, ahead, own, false);
             if (unit.num_left.fetch_sub(1, std::memory_order_acq_rel) == 1) {

@@ -13,26 +13,51 @@ namespace {
 
 constexpr int64_t kPieceBytes = 256 * 1024;
 constexpr int64_t kPieceProducts = 800'000;  // some 10 us
+constexpr int64_t kRowsToDivide = 4;
+
+// How a product is cut into pieces: blocks of rows, and panels within them. Rows belong to the same thread in each op of a layer (the pool's
+// shares), so that what one op wrote is in the next one's caches; with panels alone each thread would fetch half of everything from another
+// core, which costs as much as the products. Fewer than kRowsToDivide rows a thread aren't worth reading the weights twice.
+struct Division {
+    Division(int64_t num_rows, const QuantizedMatrix& w) {
+        const int64_t threads = ThreadPool::instance().size();
+        blocks = std::clamp<int64_t>(num_rows / kRowsToDivide, 1, threads);
+        const int64_t least = divided(num_rows, Activations::kTile);
+        tiles = divided(least, blocks) * blocks;
+        tile_size = divided(num_rows, tiles);
+        tiles = divided(num_rows, tile_size);
+        blocks = std::min(blocks, tiles);
+        // Each piece costs several exchanges of cache lines between cores: pieces of some microseconds, one for each thread at least, and
+        // not more weights in one than the second-level cache holds.
+        const int64_t by_work = num_rows * w.num_rows * w.num_cols / kPieceProducts / threads * threads;
+        const int64_t by_bytes = num_rows < kRowsToDivide ? 0 : w.num_panels() * w.panel_bytes() / kPieceBytes;
+        const int64_t each = divided(std::max(threads, std::min(by_work, threads * 8)), blocks);
+        groups = divided(w.num_panels(), kPanels);
+        pieces = std::min(groups, std::max(each, by_bytes));
+    }
+
+    static int64_t divided(int64_t count, int64_t by) { return (count + by - 1) / by; }
+
+    int64_t blocks, tiles, tile_size;
+    int64_t pieces, groups;  // of panels; the former of each block
+};
 
 // out [num_rows, stride]: the first w.num_rows columns are written.
 void quantized_matmul(const float* x, int64_t num_rows, const QuantizedMatrix& w, float* out, int64_t stride) {
+    if (num_rows == 0) return;
+    const Division cut(num_rows, w);
     thread_local Activations act;
-    quantize_rows(x, num_rows, w.num_cols, w.order, w.group_size, w.planes, act);
+    quantize_rows(x, num_rows, cut.tile_size, w, act);
     const Activations& activations = act;  // the caller's, not each pool thread's own
-    const int64_t panels = w.num_panels();
-    // Each piece costs several exchanges of cache lines between cores: pieces of some microseconds, one for each thread at least, and not
-    // more weights in one than the second-level cache holds.
-    const int64_t threads = ThreadPool::instance().size();
-    const int64_t by_work = num_rows * w.num_rows * w.num_cols / kPieceProducts / threads * threads;
-    const int64_t wanted = std::max({threads, std::min(by_work, threads * 8), num_rows < 4 ? 0 : panels * w.panel_bytes() / kPieceBytes});
-    const int64_t pieces = std::min<int64_t>((panels + kPanels - 1) / kPanels, wanted);
-    const auto first_panel = [&](int64_t piece) { return std::min(panels, (panels + kPanels - 1) / kPanels * piece / pieces * kPanels); };
-    ThreadPool::instance().run(pieces, [&](int64_t piece, int) {
-        for (int64_t row = 0; row < num_rows;) {
-            const int64_t count = Activations::tile_rows(row, num_rows);
-            const uint8_t* tile = activations.tile(row);
-            multiply_tile(w, first_panel(piece), first_panel(piece + 1), w.planes, tile, count, out + row * stride, stride);
-            row += count;
+    const auto first_panel = [&](int64_t piece) { return std::min(w.num_panels(), cut.groups * piece / cut.pieces * kPanels); };
+    ThreadPool::instance().run(cut.blocks * cut.pieces, [&](int64_t number, int) {
+        const int64_t block = number / cut.pieces;
+        // Blocks begin at different panels: threads that all read the same ones at once would wait for the same lines.
+        const int64_t piece = (number + cut.pieces * block / cut.blocks) % cut.pieces;
+        for (int64_t tile = cut.tiles * block / cut.blocks; tile < cut.tiles * (block + 1) / cut.blocks; ++tile) {
+            const int64_t row = tile * cut.tile_size;
+            const int64_t count = Activations::tile_rows(row, num_rows, cut.tile_size);
+            multiply_tile(w, first_panel(piece), first_panel(piece + 1), w.planes, activations.tile(row), count, out + row * stride, stride);
         }
     });
 }

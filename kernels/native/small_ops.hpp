@@ -17,7 +17,7 @@ namespace {
 
 template <typename Body>
 void for_rows(int64_t rows, int64_t cost, const Body& body) {
-    if (rows * cost < 65536) {
+    if (rows * cost < 8192) {
         for (int64_t row = 0; row < rows; ++row) body(row);
         return;
     }

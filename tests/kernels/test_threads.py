@@ -6,6 +6,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
 
 from kernels import _native
@@ -39,6 +40,18 @@ def test_pool_can_change_its_size(make_int4):
         _native.set_num_threads(count)
         assert count == _native.num_threads()
         assert torch.equal(expected, int4_matmul(x, w, backend=Backend.CPU))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("num_outputs", [16, 70, 333])
+def test_products_have_the_same_bits_however_they_are_cut(make_int4, threads: int, num_outputs: int) -> None:
+    """Rows and panels are shared out by their number and the threads': a row's bits depend on neither, and nothing beside the output is written."""
+    weights, x = make_int4(num_outputs, 64), torch.randn(70, 64)
+    _native.set_num_threads(1)
+    alone = torch.cat([int4_matmul(row[None], weights, backend=Backend.CPU) for row in x])
+    _native.set_num_threads(threads)
+    for num_rows in range(71):
+        assert torch.equal(alone[:num_rows], int4_matmul(x[:num_rows], weights, backend=Backend.CPU)), num_rows
 
 
 def test_sleeping_threads_wake_up(make_int4):

@@ -13,6 +13,7 @@ from worker.model.config import ModelConfig
 from worker.model.errors import ModelError
 from worker.model.folder import refuse_pickle
 from worker.model.gguf_file import open_gguf
+from worker.model.heap import release_free_memory
 from worker.model.model import Model
 from worker.model.safetensors_file import open_folder
 
@@ -50,6 +51,12 @@ def load_model(path: Path, backend: Backend) -> LoadedModel:
 
     For a GPU each matrix is brought there before the next one is read.
     """
+    loaded = _load(path, backend)
+    release_free_memory()
+    return loaded
+
+
+def _load(path: Path, backend: Backend) -> LoadedModel:
     checkpoint = open_checkpoint(path)
     checkpoint.digest.start()
     try:
