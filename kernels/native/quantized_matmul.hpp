@@ -12,12 +12,18 @@ namespace sluicegate {
 namespace {
 
 constexpr int64_t kPieceBytes = 256 * 1024;
+constexpr int64_t kManyRows = 4;
 constexpr int64_t kPieceProducts = 800'000;  // some 10 us
+// Rows of a thread for which it's worth unpacking all weights: without AVX-512 that takes longer.
+#if defined(__AVX512F__)
 constexpr int64_t kRowsToDivide = 4;
+#else
+constexpr int64_t kRowsToDivide = 8;
+#endif
 
 // How a product is cut into pieces: blocks of rows, and panels within them. Rows belong to the same thread in each op of a layer (the pool's
 // shares), so that what one op wrote is in the next one's caches; with panels alone each thread would fetch half of everything from another
-// core, which costs as much as the products. Fewer than kRowsToDivide rows a thread aren't worth reading the weights twice.
+// core, which costs as much as the products.
 struct Division {
     Division(int64_t num_rows, const QuantizedMatrix& w) {
         const int64_t threads = ThreadPool::instance().size();
@@ -30,7 +36,7 @@ struct Division {
         // Each piece costs several exchanges of cache lines between cores: pieces of some microseconds, one for each thread at least, and
         // not more weights in one than the second-level cache holds.
         const int64_t by_work = num_rows * w.num_rows * w.num_cols / kPieceProducts / threads * threads;
-        const int64_t by_bytes = num_rows < kRowsToDivide ? 0 : w.num_panels() * w.panel_bytes() / kPieceBytes;
+        const int64_t by_bytes = num_rows < kManyRows ? 0 : w.num_panels() * w.panel_bytes() / kPieceBytes;
         const int64_t each = divided(std::max(threads, std::min(by_work, threads * 8)), blocks);
         groups = divided(w.num_panels(), kPanels);
         pieces = std::min(groups, std::max(each, by_bytes));
