@@ -17,8 +17,8 @@ namespace {
 // plane halves the work, and costs 4% of the logits' magnitude: hidden states have channels a hundred times larger than their neighbours.
 //
 // Rows lie in tiles as the products read them, so that one pointer walks through a tile: for each group the codes of each row (its high
-// bytes, then its low ones, never -128: AVX2 must be able to negate them), then each row's step, then each row's sum of codes (exact),
-// then that sum times the step.
+// bytes, then its low ones; with AVX2 alone words, of each four the first, third, second and fourth), then each row's step, then each row's
+// sum of codes (exact), then that sum times the step. Bytes are never -128, so that they can be negated, and words are rounded alike.
 struct Activations {
     std::vector<uint8_t> bytes;
     int64_t groups;
@@ -38,9 +38,10 @@ constexpr int kMaxGroup = 128;
 template <int kPlanes>
 constexpr float kMaxCode = kPlanes == 2 ? 127 * 256 : 127;
 
-// 16 codes of scaled activations, split into bytes; adds them to `total`.
+// Codes i to i + 15 of scaled activations of a row's group, which lie at `to`; adds them to `total`.
 template <int kPlanes>
-inline void write_codes(V16 scaled, int8_t* high, int8_t* low, Ints& total) {
+inline void write_codes(V16 scaled, int8_t* to, int group, int i, Ints& total) {
+    [[maybe_unused]] int8_t *const high = to + i, *const low = to + group + i;
 #if defined(__AVX512F__)
     __m512i codes = _mm512_cvtps_epi32(scaled.v);
     if constexpr (kPlanes == 2) {
@@ -54,48 +55,43 @@ inline void write_codes(V16 scaled, int8_t* high, int8_t* low, Ints& total) {
     }
     _mm512_store_si512(total.v, _mm512_add_epi32(_mm512_load_si512(total.v), codes));
 #elif defined(__AVX2__)
-    const auto store = [](int8_t* to, __m256i a, __m256i b) {
-        const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
-        const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
-    };
     __m256i codes[2] = {_mm256_cvtps_epi32(scaled.a), _mm256_cvtps_epi32(scaled.b)};
     if constexpr (kPlanes == 2) {
-        __m256i tops[2], rest[2];
-        for (int i = 0; i < 2; ++i) {
-            const __m256i is_128 = _mm256_cmpeq_epi32(_mm256_and_si256(codes[i], _mm256_set1_epi32(255)), _mm256_set1_epi32(128));
-            codes[i] = _mm256_sub_epi32(codes[i], is_128);
-            tops[i] = _mm256_srai_epi32(_mm256_add_epi32(codes[i], _mm256_set1_epi32(128)), 8);
-            rest[i] = _mm256_sub_epi32(codes[i], _mm256_slli_epi32(tops[i], 8));
+        for (auto& half : codes) {  // where the lower byte would be -128
+            half = _mm256_sub_epi32(half, _mm256_cmpeq_epi32(_mm256_and_si256(half, _mm256_set1_epi32(255)), _mm256_set1_epi32(128)));
         }
-        store(high, tops[0], tops[1]);
-        store(low, rest[0], rest[1]);
-    } else {
-        store(high, codes[0], codes[1]);
     }
-    for (int i = 0; i < 2; ++i) {
-        auto* half = reinterpret_cast<__m256i*>(total.v + 8 * i);
-        _mm256_store_si256(half, _mm256_add_epi32(_mm256_load_si256(half), codes[i]));
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(codes[0], codes[1]), 0xd8);
+    if constexpr (kPlanes == 2) {
+        const __m256i in_turns = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xd8), 0xd8);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 2 * i), in_turns);
+    } else {
+        const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(high), bytes);
+    }
+    for (int half = 0; half < 2; ++half) {
+        auto* sums = reinterpret_cast<__m256i*>(total.v + 8 * half);
+        _mm256_store_si256(sums, _mm256_add_epi32(_mm256_load_si256(sums), codes[half]));
     }
 #else
-    for (int i = 0; i < kLanes; ++i) {
-        auto code = static_cast<int32_t>(std::nearbyint(scaled.v[i]));
+    for (int lane = 0; lane < kLanes; ++lane) {
+        auto code = static_cast<int32_t>(std::nearbyint(scaled.v[lane]));
         if constexpr (kPlanes == 2) {
             code += (code & 255) == 128 ? 1 : 0;
             const int32_t top = (code + 128) >> 8;
-            high[i] = static_cast<int8_t>(top);
-            low[i] = static_cast<int8_t>(code - (top << 8));
+            high[lane] = static_cast<int8_t>(top);
+            low[lane] = static_cast<int8_t>(code - (top << 8));
         } else {
-            high[i] = static_cast<int8_t>(code);
+            high[lane] = static_cast<int8_t>(code);
         }
-        total.v[i] += code;
+        total.v[lane] += code;
     }
 #endif
 }
 
-// `size` is a multiple of 16; `low` is written with two planes only.
+// `size` is a multiple of 16; kPlanes * size bytes are written at `to`.
 template <int kPlanes>
-inline void quantize_group(const float* x, int size, int8_t* high, int8_t* low, float* step, int32_t* sum) {
+inline void quantize_group(const float* x, int size, int8_t* to, float* step, int32_t* sum) {
     V16 tops = V16::zero();
     bool has_nan = false;
     for (int i = 0; i < size; i += kLanes) {
@@ -105,8 +101,7 @@ inline void quantize_group(const float* x, int size, int8_t* high, int8_t* low, 
     }
     const float amax = tops.largest();
     if (has_nan || amax > std::numeric_limits<float>::max()) {  // a NaN step carries the row's fault into its own result and into no other row's
-        std::memset(high, 0, static_cast<size_t>(size));
-        if constexpr (kPlanes == 2) std::memset(low, 0, static_cast<size_t>(size));
+        std::memset(to, 0, static_cast<size_t>(kPlanes * size));
         *step = std::numeric_limits<float>::quiet_NaN();
         *sum = 0;
         return;
@@ -116,7 +111,7 @@ inline void quantize_group(const float* x, int size, int8_t* high, int8_t* low, 
     const float inverse = amax > 1e-30f ? kMaxCode<kPlanes> / amax : 0.0f;
     Ints total = {};
     for (int i = 0; i < size; i += kLanes) {
-        write_codes<kPlanes>(V16::load(x + i).times(V16::all(inverse)), high + i, low + i, total);
+        write_codes<kPlanes>(V16::load(x + i).times(V16::all(inverse)), to, size, i, total);
     }
     *sum = 0;
     for (const int32_t lane : total.v) *sum += lane;
@@ -132,13 +127,13 @@ inline void quantize_tile_of(const float* x, int64_t num_rows, int64_t cols, con
         auto* sums = reinterpret_cast<int32_t*>(steps + num_rows);
         auto* offsets = steps + 2 * num_rows;
         for (int64_t r = 0; r < num_rows; ++r) {
-            auto* high = reinterpret_cast<int8_t*>(to) + r * kPlanes * group;
+            auto* codes = reinterpret_cast<int8_t*>(to) + r * kPlanes * group;
             const float* from = x + r * cols + g * group;
             if (order != nullptr) {
                 for (int i = 0; i < group; ++i) gathered[i] = x[r * cols + order[g * group + i]];
                 from = gathered;
             }
-            quantize_group<kPlanes>(from, group, high, high + group, steps + r, sums + r);
+            quantize_group<kPlanes>(from, group, codes, steps + r, sums + r);
             offsets[r] = steps[r] * static_cast<float>(sums[r]);
         }
         to += num_rows * (kPlanes * group + 12);

@@ -174,83 +174,10 @@ void multiply_panels(const uint8_t* panel, int64_t panel_bytes, const QuantizedM
     else multiply.template operator()<8>();
 }
 
-#else
+#elif !defined(__AVX2__)
 
 constexpr int kPanels = 1;
 constexpr int64_t kFewRows = 0;
-
-#if defined(__AVX2__)
-
-inline __m256i four_codes(const int8_t* from) {
-    int32_t four;
-    std::memcpy(&four, from, 4);
-    return _mm256_set1_epi32(four);
-}
-
-inline void add_dots(Ints& dots, int half, __m256i sums) {
-    auto* to = reinterpret_cast<__m256i*>(dots.v + 8 * half);
-    _mm256_store_si256(to, _mm256_add_epi32(_mm256_load_si256(to), sums));
-}
-
-// Half a panel, 8 weight rows in the 32-bit lanes, 32 columns in registers while rows pass by. Sums of pairs fit 16 bits for 8 quads
-// (8 * 2 * 15 * 128).
-template <int kPlanes>
-inline void add_dots_of_4_bits(const uint8_t* codes, int half, int first, int group, const int8_t* tile, int64_t rows, Ints* dots) {
-    const __m256i ones = _mm256_set1_epi16(1), nibble = _mm256_set1_epi8(0x0f);
-    __m256i weights[8];
-    for (int pair = 0; pair < 4; ++pair) {
-        const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + 64 * pair + 32 * half));
-        weights[2 * pair] = _mm256_and_si256(both, nibble);
-        weights[2 * pair + 1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-        const int8_t* a = tile + r * kPlanes * group + first;
-        const auto plane = [&](const int8_t* from) {
-            __m256i pairs = _mm256_maddubs_epi16(weights[0], four_codes(from));
-#pragma GCC unroll 8
-            for (int quad = 1; quad < 8; ++quad) {
-                pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(weights[quad], four_codes(from + kQuad * quad)));
-            }
-            return _mm256_madd_epi16(pairs, ones);
-        };
-        if constexpr (kPlanes == 2) add_dots(dots[r], half, _mm256_add_epi32(_mm256_slli_epi32(plane(a), 8), plane(a + group)));
-        else add_dots(dots[r], half, plane(a));
-    }
-}
-
-inline __m256i dots_of_8_bits(const uint8_t* codes, const int8_t* a, int num_quads) {
-    const __m256i ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8(static_cast<char>(0x80));
-    __m256i sums = _mm256_setzero_si256();
-    for (int quad = 0; quad < num_quads; ++quad, codes += 64) {
-        const __m256i w = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)), flip);
-        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(four_codes(a + kQuad * quad), w));
-        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, ones));
-    }
-    return sums;
-}
-
-// Adds the dot products of one group of a panel's columns with those of each row.
-template <int kPlanes, int kBits>
-inline void add_group_dots(const uint8_t* codes, int group, const int8_t* tile, int64_t rows, Ints* dots) {
-    for (int half = 0; half < 2; ++half) {
-        if constexpr (kBits == 4) {
-            for (int first = 0; first < group; first += 32) {
-                add_dots_of_4_bits<kPlanes>(codes + first * kLanes / 2, half, first, group, tile, rows, dots);
-            }
-        } else {
-            for (int64_t r = 0; r < rows; ++r) {
-                const int8_t* a = tile + r * kPlanes * group;
-                __m256i sums = dots_of_8_bits(codes + 32 * half, a, group / kQuad);
-                if constexpr (kPlanes == 2) {
-                    sums = _mm256_add_epi32(_mm256_slli_epi32(sums, 8), dots_of_8_bits(codes + 32 * half, a + group, group / kQuad));
-                }
-                add_dots(dots[r], half, sums);
-            }
-        }
-    }
-}
-
-#else
 
 // Adds the dot products of one group of a panel's columns with those of each row.
 template <int kPlanes, int kBits>
@@ -268,8 +195,6 @@ inline void add_group_dots(const uint8_t* codes, int group, const int8_t* tile, 
         }
     }
 }
-
-#endif
 
 template <int kPlanes, int kBits, int kCount>
 void multiply_panels(const uint8_t* panel, int64_t, const QuantizedMatrix& w, const uint8_t* tile, int64_t rows, float* y) {
@@ -298,6 +223,16 @@ void multiply_panels(const uint8_t* panel, int64_t, const QuantizedMatrix& w, co
 }
 
 #endif
+
+}  // namespace
+}  // namespace sluicegate
+
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+#include "quantized_panels_avx2.hpp"
+#endif
+
+namespace sluicegate {
+namespace {
 
 // Panels [first, end) of a matrix times the rows of a tile, to out [rows, stride], whose first w.num_rows columns are the result's.
 template <int kPlanes, int kBits>
