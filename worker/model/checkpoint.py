@@ -12,7 +12,10 @@ from worker.kv_scales import KvScales
 from worker.model.config import ModelConfig
 from worker.model.digest import FileDigest
 from worker.model.errors import ModelError
-from worker.model.tensors import Rows, is_finite
+from worker.model.heap import release_free_memory
+from worker.model.tensors import Rows, is_finite, nbytes
+
+_RELEASE_BYTES = 16 << 20
 
 
 class TensorSource(Protocol):
@@ -63,6 +66,7 @@ class Checkpoint:
     kv_scales: Callable[[], KvScales | None] = lambda: None
     memory: WeightMemory = field(default_factory=WeightMemory)  # where packed matrices go
     _taken: set[str] = field(default_factory=set)
+    _bytes_since_release: int = 0
 
     def matrix(self, role: str, layer: int | None, shape: tuple[int, int], expert: int | None = None) -> Rows:
         """A matrix, as it's stored."""
@@ -113,3 +117,11 @@ class Checkpoint:
         if not is_finite(rows):
             raise ModelError(f"{self.label}: tensor {name!r} has values that are not finite")
         self._taken.add(part)
+        self._release(nbytes(rows))
+
+    def _release(self, num_bytes: int) -> None:
+        """Now and then give back what earlier tensors were read into: together it would be as much as the weights of a small model."""
+        self._bytes_since_release += num_bytes
+        if self._bytes_since_release >= _RELEASE_BYTES:
+            release_free_memory()
+            self._bytes_since_release = 0

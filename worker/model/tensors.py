@@ -117,6 +117,14 @@ def unpaired(pairs: torch.Tensor) -> torch.Tensor:
     return torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)
 
 
+def nbytes(rows: Rows) -> int:
+    """Bytes of all numbers."""
+    if isinstance(rows, torch.Tensor):
+        return rows.nbytes
+    minimum = None if isinstance(rows, Fp8Rows) else rows.minimum
+    return rows.codes.nbytes + rows.scale.nbytes + (0 if minimum is None else minimum.nbytes)
+
+
 def is_finite(rows: Rows) -> bool:
     """Whether no value is NaN or infinite."""
     if isinstance(rows, Fp8Rows):

@@ -259,8 +259,8 @@ def test_weights_stay_as_small_as_the_file(native: LoadedModel, smollm2_path: Pa
     assert native.model.weight_bytes <= smollm2_path.stat().st_size
 
 
-def test_loading_takes_half_the_file_more_at_most(smollm2_path: Path) -> None:
-    """In a fresh process, memory for the weights peaks at 1.5 times the file while they load; the mapped file is not counted."""
+def test_loading_keeps_nothing_that_was_read(smollm2_path: Path) -> None:
+    """In a fresh process, what tensors were read into goes back while others load: less than the file at the peak, which holds the tokenizer too."""
     script = """
 import sys, threading
 from pathlib import Path
@@ -290,4 +290,4 @@ print(peak[0] - before)
     peak_bytes = int(done.stdout)
     print(f"peak {peak_bytes / smollm2_path.stat().st_size:.2f} x file")
 
-    assert 0.5 * smollm2_path.stat().st_size < peak_bytes < 1.5 * smollm2_path.stat().st_size
+    assert 0.5 * smollm2_path.stat().st_size < peak_bytes < 0.9 * smollm2_path.stat().st_size
