@@ -33,7 +33,7 @@ private:
     void work(int thread);
     void open_shares(int64_t num_pieces);
     void take_pieces(uint32_t loop, int thread);
-    void take_share(uint32_t loop, int share, int thread);
+    void take_share(uint32_t loop, int owner, int thread);
     uint32_t newest(int thread) const { return static_cast<uint32_t>(shares_[thread].ticket.load() >> 32); }
 
     // A thread's pieces of the loop, in cache lines of its own.

@@ -20,11 +20,11 @@ def test_every_mode_is_timed(smollm2_path, monkeypatch, tmp_path) -> None:
 
 
 def test_attention_alone(monkeypatch, tmp_path) -> None:
-    """A small pool: each row is timed with and without checks, and the table has it. How the two compare is no matter of a test."""
+    """A small pool, and turns enough that a pause of the machine doesn't count: a check makes it slower or no faster by much, and the table has each row."""
     monkeypatch.setattr(sealed_attention, "ROWS", (("fp16", 1, 70), ("fp8", 3, 40)))
     monkeypatch.setattr(sealed_attention, "POOL_BYTES", 1_000_000)
-    found = sealed_attention.measure(5)
-    assert all(one.layer_us > 0 and one.ratio > 0 for one in found)
+    found = sealed_attention.measure(60)
+    assert all(one.layer_us > 0 and one.ratio > 0.5 for one in found)
     sealed_attention.write(found, tmp_path)
     lines = (tmp_path / "sealed_attention.md").read_text().splitlines()
     assert ["| 1 row at 70, fp16 ", "| 3 rows at 40, fp8 "] == [line[: line.index("|", 1)] for line in lines[2:]]
